@@ -1,0 +1,176 @@
+"""The timeline of a run: who computed, who sent, who waited for whom.
+
+    rank 0  compute  │ forward ││   backward   │
+            comm                  │░░░░ all_reduce │      ░ waits for rank 1, which comes last
+    rank 1  compute  │ forward    ││   backward    │   │
+            comm                               │ all_reduce │
+
+Two lanes a rank. Operations that run at the same time in one lane (overlapping messages, a span
+inside a span) share its height. A message that names the rank it waited for is hatched until that
+rank arrives, and an arrow leads from the late rank to the waiting one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
+from picotron_edu.show.figure import WIDTH, Picture, finish, new_figure, style
+from picotron_edu.show.palette import FRAME, KIND_COLOURS, PAPER, ink, kind_of, rank_colour
+
+LANES = {"compute": (0.00, 0.46), "comm": (0.48, 0.34)}  # offset from the rank's top, height
+RANK_HEIGHT = 1.0
+INCHES_PER_CHARACTER = 0.078
+SHORTEST_WAIT = 0.004  # of the whole time; shorter waits are noise
+
+
+def timeline(
+    trace: Sequence[Any],
+    caption: str = "Each rank's work and messages; arrows lead from a late rank to those that wait.",
+) -> Picture:
+    """Draw the events of `trace` (or any sequence of Event-like objects), times in milliseconds.
+
+    show.timeline(run.trace)
+    """
+    events = list(trace)
+    if not events:
+        raise ValueError("the trace holds no event: was anything sent, or any span opened?")
+    ranks = sorted({event.rank for event in events})
+    begin = min(event.start for event in events)
+    whole = max(max(event.end for event in events) - begin, 1e-9)
+    with style():
+        figure = new_figure(height=1.35 + 0.72 * len(ranks))
+        ax = figure.add_subplot()
+        kinds: set[str] = set()
+        for rank in ranks:
+            for lane in LANES:
+                mine = [e for e in events if e.rank == rank and e.lane == lane]
+                for event, row, rows in _stacked(mine):
+                    late = _late_start(event, events)
+                    top, height = _place(ranks.index(rank), lane, row, rows)
+                    kinds |= _bar(ax, event, late, begin, whole, top, height)
+                    if late is not None and late - event.start > SHORTEST_WAIT * whole:
+                        _arrow(ax, event, ranks, (late - begin) * 1e3, top + height / 2)
+        _axes(ax, ranks, whole)
+        handles = [_legend_patch(kind) for kind in KIND_COLOURS if kind in kinds]
+        ax.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=7, columnspacing=1.2
+        )
+        return finish(figure, caption)
+
+
+def _stacked(events: list[Any]) -> list[tuple[Any, int, int]]:
+    """(event, its row, number of rows): events which overlap in time lie in different rows."""
+    free_from: list[float] = []
+    placed = []
+    for event in sorted(events, key=lambda e: (e.start, -e.end)):
+        row = next((i for i, end in enumerate(free_from) if end <= event.start), len(free_from))
+        if row == len(free_from):
+            free_from.append(event.end)
+        free_from[row] = event.end
+        placed.append((event, row))
+    return [(event, row, len(free_from)) for event, row in placed]
+
+
+def _place(position: int, lane: str, row: int, rows: int) -> tuple[float, float]:
+    """Top and height of a bar; y grows downwards."""
+    offset, height = LANES[lane]
+    return position * RANK_HEIGHT + offset + row * height / rows, height / rows
+
+
+def _late_start(event: Any, events: list[Any]) -> float | None:
+    """When the rank this event waited for came to the same collective; None if nobody was late."""
+    late_rank = getattr(event, "waits_for", None)
+    if late_rank is None or late_rank == event.rank:
+        return None
+    starts = [
+        other.start
+        for other in events
+        if (other.rank, other.name, other.axis) == (late_rank, event.name, event.axis)
+        and event.start <= other.start <= event.end
+    ]
+    return min(starts, default=None)
+
+
+def _bar(
+    ax: Axes, event: Any, late: float | None, begin: float, whole: float, top: float, height: float
+) -> set[str]:
+    """Draw one event, its waiting part hatched, its name if it fits; return the kinds drawn."""
+    left, width = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
+    wait = 0.0 if late is None else (late - event.start) * 1e3
+    kind = kind_of(event)
+    kinds = {kind}
+    if wait > 0:
+        kinds.add("waiting")
+        ax.add_patch(_rectangle(left, top, wait, height, "waiting"))
+    ax.add_patch(_rectangle(left + wait, top, width - wait, height, kind))
+
+    inches = (WIDTH - 1.4) / (whole * 1e3)  # an inch of paper holds this many milliseconds
+    name = f"{event.name} {event.axis}".strip() if event.lane == "comm" else event.name
+    for text in (name, event.name):
+        fits = [w * inches > len(text) * INCHES_PER_CHARACTER + 0.06 for w in (width - wait, wait)]
+        if height >= 0.15 and any(fits):
+            x = left + wait + (width - wait) / 2 if fits[0] else left + wait / 2
+            colour = KIND_COLOURS[kind if fits[0] else "waiting"]
+            box = None if fits[0] and kind != "waiting" else {"fc": PAPER, "ec": "none", "pad": 1}
+            look: dict[str, Any] = {
+                "ha": "center",
+                "va": "center_baseline",
+                "fontsize": 9,
+                "color": ink(colour),
+            }
+            ax.text(x, top + height / 2, text, bbox=box, clip_on=True, **look)
+            break
+    return kinds
+
+
+def _rectangle(left: float, top: float, width: float, height: float, kind: str) -> Rectangle:
+    hatch = "////" if kind == "waiting" else None
+    edge = FRAME if kind == "waiting" else PAPER
+    return Rectangle(
+        (left, top), width, height, fc=KIND_COLOURS[kind], ec=edge, lw=0.5, hatch=hatch, label=kind
+    )
+
+
+def _legend_patch(kind: str) -> Patch:
+    hatch = "////" if kind == "waiting" else None
+    return Patch(fc=KIND_COLOURS[kind], ec=FRAME, lw=0.5, hatch=hatch, label=kind)
+
+
+def _arrow(ax: Axes, event: Any, ranks: list[int], x: float, y: float) -> None:
+    """From the comm lane of the late rank to the bar that waited for it."""
+    if event.waits_for not in ranks:
+        return
+    offset, height = LANES["comm"]
+    source = ranks.index(event.waits_for) * RANK_HEIGHT + offset + height / 2
+    look = {"arrowstyle": "-|>", "color": rank_colour(event.waits_for), "lw": 1.3, "shrinkB": 0}
+    ax.annotate("", xy=(x, y), xytext=(x, source), arrowprops={**look, "shrinkA": 0})
+
+
+def _axes(ax: Axes, ranks: list[int], whole: float) -> None:
+    ax.set_xlim(-0.002 * whole * 1e3, 1.01 * whole * 1e3)
+    ax.set_ylim(len(ranks) * RANK_HEIGHT - 0.1, -0.08)
+    ax.set_xlabel("time in ms")
+    middle = [
+        i * RANK_HEIGHT + offset + h / 2 for i in range(len(ranks)) for offset, h in LANES.values()
+    ]
+    ax.set_yticks(middle, list(LANES) * len(ranks), fontsize=9, color="#555555")
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    for i, rank in enumerate(ranks):
+        chip = {"boxstyle": "round,pad=0.25", "fc": rank_colour(rank), "ec": "none"}
+        ax.annotate(
+            f"rank {rank}",
+            xy=(0, i * RANK_HEIGHT + 0.42),
+            xycoords=ax.get_yaxis_transform(),
+            xytext=(-64, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color=ink(rank_colour(rank)),
+            fontweight="bold",
+            bbox=chip,
+        )
+        if i:
+            ax.axhline(i * RANK_HEIGHT - 0.09, color="#DDDDDD", lw=0.8)
