@@ -1,0 +1,73 @@
+"""Notebooks as files: read them, write them the same way everywhere, run them.
+
+A notebook that is saved on two machines should be the same file, or every commit is noise. So what
+says nothing to a reader is dropped on the way to disk: the version of the interpreter, time stamps,
+scroll positions, and the output of widgets, whose random ids are dead without their kernel.
+
+`python -m picotron_edu.course.notebook notebooks/*.ipynb` re-executes in place (`make course`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
+from nbformat import NotebookNode
+
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+KEPT_IN_CELLS = ("tags", "jupyter")
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def to_text(notebook: NotebookNode) -> str:
+    """The notebook as it is stored: indented JSON without the noise."""
+    notebook = nbformat.from_dict(notebook)  # a copy
+    ours = notebook.metadata.get("picotron_edu")
+    notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
+    if ours:
+        notebook.metadata["picotron_edu"] = ours
+    notebook.nbformat_minor = 5  # the first version in which cells have ids
+    for cell in notebook.cells:
+        cell.metadata = {k: cell.metadata[k] for k in KEPT_IN_CELLS if k in cell.metadata}
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
+    nbformat.validate(notebook)
+    return nbformat.writes(notebook) + "\n"
+
+
+def execute(notebook: NotebookNode, folder: Path, *, allow_errors: bool = False) -> NotebookNode:
+    """Run all cells in a fresh kernel, in `folder`; outputs land in `notebook`.
+
+    A cell may take two minutes. With `allow_errors` the rest runs on after an error, and a kernel
+    that dies leaves the cells after it without a count.
+    """
+    client = NotebookClient(
+        notebook,
+        kernel_name=KERNEL["name"],
+        resources={"metadata": {"path": str(folder)}},
+        timeout=120,
+        interrupt_on_timeout=True,
+        allow_errors=allow_errors,
+        record_timing=False,
+        store_widget_state=False,
+    )
+    try:
+        client.execute()
+    except DeadKernelError:
+        if not allow_errors:
+            raise
+    return notebook
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(f"running {name}", flush=True)
+        path = Path(name)
+        path.write_text(to_text(execute(read(path), path.parent)), encoding="utf-8")

@@ -1,0 +1,80 @@
+"""How far a learner is: run an exercise notebook in a fresh kernel and read off what failed.
+
+An exercise is everything from its heading to the next one. It is *done* if none of its cells raises
+and its check was among them; *not yet* if its stub, or the dots, are still there; otherwise the
+first error says what is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+from picotron_edu.course.build import HEADING
+from picotron_edu.course.checking import NOT_DONE, one_line
+from picotron_edu.course.notebook import execute, read
+
+SIGNS = {"done": "✓", "not yet": "·", "wrong": "✗"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One exercise: `state` is "done", "not yet" or "wrong"; `message` says why in one line."""
+
+    number: str
+    title: str
+    state: str
+    message: str = ""
+
+
+def check_notebook(path: Path) -> list[Result]:
+    """Run the exercise notebook at `path` (which stays as it is) and judge each exercise."""
+    return judge(execute(read(path), path.parent, allow_errors=True))
+
+
+def judge(executed: NotebookNode) -> list[Result]:
+    """The results in an executed notebook; an error before the first exercise counts for all."""
+    sections: list[tuple[str, str, list[NotebookNode]]] = [("", "", [])]
+    for cell in executed.cells:
+        heading = HEADING.search(cell.source) if cell.cell_type == "markdown" else None
+        if heading:
+            sections.append((heading["number"], heading["title"], []))
+        if cell.cell_type == "code" and cell.source.strip():
+            sections[-1][2].append(cell)
+    set_up = first_error(sections[0][2])
+    results = []
+    for number, title, cells in sections[1:]:
+        checks = [cell for cell in cells if re.search(rf'^check\("{number}"', cell.source, re.M)]
+        error = set_up or first_error(cells)
+        if not error and not checks:
+            error = f'its check is gone; add a cell: check("{number}", …)'
+        state = "done" if not error else "not yet" if NOT_DONE in error else "wrong"
+        results.append(Result(number, title, state, error))
+    return results
+
+
+def first_error(cells: list[NotebookNode]) -> str:
+    """The first error among the cells' outputs in one line, or "" if they all ran well."""
+    for cell in cells:
+        if cell.execution_count is None:
+            return "did not run: the kernel died before"
+        for output in cell.outputs:
+            if output.output_type == "error":
+                own = output.ename == "ExerciseError"
+                return one_line(output.evalue if own else f"{output.ename}: {output.evalue}")
+    return ""
+
+
+def summary(results: list[Result]) -> str:
+    """One line for each exercise, and how many are done."""
+    lines = []
+    for result in results:
+        lines.append(f"  {SIGNS[result.state]} {result.number}  {result.title}")
+        if result.state == "wrong":
+            lines.append(f"         {result.message.removeprefix(f'Exercise {result.number}: ')}")
+    done = sum(result.state == "done" for result in results)
+    bar = "█" * done + "░" * (len(results) - done)
+    return "\n".join([*lines, f"  {bar} {done} of {len(results)} done"])
