@@ -1,0 +1,143 @@
+"""A message under way: started now, waited for later.
+
+`Handle` is the one place where a message begins and ends, so it is also where everything that this course
+adds to torch happens: the note on the board (who waits for whom), the event in the trace (how many bytes,
+from when to when), and the delay of an emulated link.
+
+    start ──> the notice board checks that all ranks mean the same ──> torch sends, asynchronously
+    (compute)
+    wait()  ──> note that this rank is blocked ──> torch's wait ──> link delay ──> event ──> result
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .link import Link, wire_bytes
+from .mesh import Axis
+from .trace import Event
+
+OURS = str(Path(__file__).parent)
+TORCH = str(Path(dist.__file__).parents[1])
+
+
+def caller() -> str:
+    """File and line of the innermost frame that is neither ours nor torch's: what a report names."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((OURS, TORCH)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def describe(x: Tensor) -> str:
+    """`float32[4, 8]`: what both ends of a message must agree on."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+class Handle:
+    """A message under way. `wait()` blocks until it has arrived and returns its result.
+
+    operation: its name in the trace; what: how all ranks of the axis must describe this call;
+    payload_bytes: the N of the ring formula; start: begins the transfer and returns torch's works;
+    finish: makes the result after the transfer; messages: the parts that go between two ranks, one
+    ("send" | "receive", place on the axis, tensor) each; collective: whether all of the axis join.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        operation: str,
+        what: str,
+        payload_bytes: int,
+        start: Callable[[], Sequence[dist.Work | None]],
+        finish: Callable[[], Any],
+        messages: Sequence[tuple[str, int, Tensor]] = (),
+        collective: bool = True,
+    ) -> None:
+        self.axis, self.operation, self.payload_bytes = axis, operation, payload_bytes
+        self.wire_bytes = wire_bytes(operation, payload_bytes, axis.size)
+        self.finish, self.result = finish, None
+        self.done = False
+        self.group: tuple[int, int] | None = None  # my place and call number on the board
+        self.messages: list[tuple[str, int, int]] = []
+        runtime = axis.runtime
+        self.line = caller() if runtime.board or runtime.recorder else ""
+        if board := runtime.board:
+            board.note(what, axis.name, self.line)
+            if collective:
+                self.group = board.enter(axis.name, axis.ranks, what)
+            self.messages = [
+                board.post(axis.ranks[place], kind, describe(x)) for kind, place, x in messages
+            ]
+        self.began = time.perf_counter()
+        self.works = [work for work in start() if work is not None]
+        self.ended: float | None = None  # known before wait() only where the backend tells
+
+    def record_true_end(self) -> Handle:
+        """Note when an asynchronous transfer ends, not when somebody comes to wait for it."""
+        if self.axis.runtime.recorder and not self.axis.runtime.link and self.works:
+            try:
+                future = self.works[-1].get_future()
+            except RuntimeError:  # gloo has no futures for reduce-scatter and point-to-point
+                return self
+            future.then(lambda _: setattr(self, "ended", time.perf_counter()))
+        return self
+
+    def wait(self) -> Any:
+        """Block until the message has arrived; a second call returns the same result at once."""
+        if self.done:
+            return self.result
+        board = self.axis.runtime.board
+        if board:
+            board.block(self.group, self.messages)
+        for work in self.works:
+            work.wait()
+        end = self.ended or time.perf_counter()
+        last, entered = None, self.began
+        if board and self.group:
+            last, entered = board.last_to_enter(self.axis.ranks, *self.group)
+        if link := self.axis.runtime.link_of(self.axis.name):
+            end = self.sleep_until_arrival(link, entered)
+        if board:
+            board.unblock(self.group, self.messages)
+        self.result, self.done = self.finish(), True
+        self.works = []
+        if recorder := self.axis.runtime.recorder:
+            recorder.add(
+                Event(
+                    recorder.rank,
+                    "comm",
+                    self.operation,
+                    self.began,
+                    end,
+                    self.payload_bytes,
+                    self.wire_bytes,
+                    self.axis.name,
+                    last,
+                    self.line,
+                )
+            )
+        return self.result
+
+    def sleep_until_arrival(self, link: Link, entered: float) -> float:
+        """Sleep until the message, begun when the last rank entered, is through; returns that time."""
+        name, free_at = self.axis.name, self.axis.runtime.link_free_at
+        begin = max(entered, free_at.get(name, 0.0))  # behind this rank's earlier messages
+        arrival = begin + link.seconds(self.operation, self.payload_bytes, self.axis.size)
+        free_at[name] = arrival
+        time.sleep(max(0.0, arrival - time.perf_counter()))
+        return arrival
+
+
+class Arrived(Handle):
+    """The handle of a message that need not be sent: an axis of one rank, or nothing to send."""
+
+    def __init__(self, result: Any) -> None:
+        self.result, self.done = result, True

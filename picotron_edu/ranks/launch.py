@@ -1,0 +1,226 @@
+"""Start ranks from a notebook or a script.
+
+    run = launch(fn, world_size=4)      # in a notebook: four processes run fn(), and are gone
+    run[2], run.output[2], run.trace    # what rank 2 returned and printed; what all of them did
+
+    if __name__ == "__main__":          # in a script: the same main under torchrun and plain python
+        entrypoint(main)
+
+nccl where there are enough GPUs, else gloo on the CPU, over the loopback interface, meeting in a temporary
+folder: no port, no host name, nothing that a second launch could collide with.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from ..flags import parse_flags
+from .errors import RanksError
+from .link import Link
+from .pool import Outcome, RankPool, cores, show
+from .runtime import CURRENT, Runtime
+from .trace import Event, Trace
+
+
+@dataclass(frozen=True)
+class Run(Sequence):
+    """The result of a launch: `run[r]` is what rank r returned."""
+
+    values: list[Any]
+    output: list[str]
+    trace: Trace
+
+    @property
+    def world_size(self) -> int:
+        return len(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.values[rank]
+
+    def __repr__(self) -> str:
+        return f"Run of {len(self)} ranks: run[r], run.output[r], run.trace"
+
+
+def threads_per_rank(cores: int, ranks: int) -> int:
+    """Ranks share the machine: more threads than cores make everybody slower by factors."""
+    return max(1, cores // ranks)
+
+
+def pick_backend(world_size: int, backend: str | None = None) -> str:
+    """nccl if every rank can have a GPU of its own, else gloo."""
+    if backend is None:
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+        return "nccl" if enough and dist.is_nccl_available() else "gloo"
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend={backend!r}: must be 'gloo', 'nccl' or None for the best there is")
+    if backend == "nccl" and torch.cuda.device_count() < world_size:
+        raise ValueError(
+            f"backend='nccl' needs a GPU a rank: world_size={world_size}, but there are "
+            f"{torch.cuda.device_count()} GPUs"
+        )
+    return backend
+
+
+def make_spec(
+    world_size: int, backend: str | None, link: Any, threads: int | None, seed: int
+) -> dict[str, Any]:
+    """All that a rank must know before its first line runs."""
+    if not isinstance(world_size, int) or not 1 <= world_size <= 64:
+        raise ValueError(f"world_size={world_size!r}: must be a whole number from 1 to 64")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: must be 1 or more")
+    links = list(link.values()) if isinstance(link, Mapping) else [link] if link else []
+    if not all(isinstance(x, Link) for x in links):
+        raise ValueError(f"link={link!r}: must be a Link, or a dict of them by axis name")
+    environ = os.environ.copy()
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback:
+            environ[key] = loopback[0]  # the host's name need not resolve
+    return {
+        "environ": environ,
+        "cwd": os.getcwd(),
+        "sys_path": list(sys.path),
+        "argv": list(sys.argv),
+        "threads": threads or threads_per_rank(cores(), world_size),
+        "backend": pick_backend(world_size, backend),
+        "link": link,
+        "seed": seed,
+    }
+
+
+def headline(world_size: int, backend: str) -> str:
+    where = "one GPU each" if backend == "nccl" else "on CPU"
+    return f"{world_size} rank{'s' * (world_size > 1)}, {backend} {where}"
+
+
+def to_run(outcome: Outcome) -> Run:
+    """Times from the first event on: the clock is the machine's."""
+    zero = min((e.start for e in outcome.events), default=0.0)
+    events = [e._replace(start=e.start - zero, end=e.end - zero) for e in outcome.events]
+    texts = ["".join(piece for _, piece in pieces) for pieces in outcome.texts]
+    return Run(outcome.values, texts, Trace([Event(*e) for e in events], outcome.truncated))
+
+
+def pack(fn: Callable, args: tuple) -> bytes:
+    """The function and its arguments as bytes, also if they exist only in the notebook."""
+    try:
+        return cloudpickle.dumps((fn, args))
+    except Exception as error:
+        name = getattr(fn, "__name__", repr(fn))
+        raise ValueError(
+            f"fn={name} cannot travel to the ranks: {error}. It, its arguments or a variable it uses "
+            f"holds something that lives in this process only (an open file, a lock, a generator); "
+            f"make that inside the function"
+        ) from None
+
+
+def launch(
+    fn: Callable,
+    *args: Any,
+    world_size: int = 4,
+    timeout: float | None = 60.0,
+    link: Link | Mapping[str, Link] | None = None,
+    live: bool = False,
+    quiet: bool = False,
+    trace: bool = True,
+    threads: int | None = None,
+    backend: str | None = None,
+    start_method: str | None = None,
+    seed: int = 0,
+) -> Run:
+    """Run `fn(*args)` once per rank, in `world_size` fresh processes, and wait for all of them.
+
+    fn may be defined in a notebook cell, a lambda or a closure. timeout: seconds for all of it (None: no
+    limit). link: an emulated network, or one by axis name. live: pass rank 0's text on as it comes. quiet:
+    print nothing. threads: per rank, default cores // ranks. seed: rank r starts with seed + r.
+    Raises RankFailed or RanksHung; no process is left, whatever happens.
+    """
+    spec = make_spec(world_size, backend, link, threads, seed)
+    payload = {"call": pack(fn, args), "trace": trace}
+    if not quiet:
+        print(headline(world_size, spec["backend"]), flush=True)
+
+    def pass_on(stream: str, text: str) -> None:
+        target = sys.stdout if stream == "out" else sys.stderr
+        target.write(text)
+        target.flush()
+
+    with RankPool(world_size, spec, start_method) as pool:
+        try:
+            outcome = pool.run("call", payload, timeout, pass_on if live else None)
+        except RanksError as error:
+            if not quiet:
+                show(error.outcome.texts, skip=0 if live else None)  # type: ignore[attr-defined]
+            raise
+    if not quiet:
+        show(outcome.texts, skip=0 if live else None)
+    return to_run(outcome)
+
+
+def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | None = None) -> Any:
+    """Run a script's `main` on its ranks: those torchrun has started, or `--nproc N` of our own.
+
+    With a frozen dataclass `Config` the flags are made from its fields, checked before any rank starts, and
+    `main(config)` is called; else `main()`.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    nproc = 1 if under_torchrun else take_nproc(argv)
+    args = () if Config is None else (parse_flags(Config, argv, description=main.__doc__),)
+    if Config is None:
+        sys.argv[1:] = argv
+    if not under_torchrun and nproc > 1:
+        try:
+            run = launch(main, *args, world_size=nproc, timeout=None, live=True, trace=False)
+        except RanksError as error:
+            sys.exit(f"{type(error).__name__}: {error}")
+        return run[0]
+    join(under_torchrun)
+    try:
+        return main(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def take_nproc(argv: list[str]) -> int:
+    """Remove `--nproc N` (or `--nproc=N`) from argv; 1 if it is not there."""
+    for i, arg in enumerate(argv):
+        name, _, value = arg.partition("=")
+        if name == "--nproc":
+            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+            del argv[i : i + (1 if "=" in arg else 2)]
+            if not value.isdigit() or not 1 <= int(value) <= 64:
+                sys.exit(f"--nproc {value}: must be a whole number from 1 to 64")
+            return int(value)
+    return 1
+
+
+def join(under_torchrun: bool) -> None:
+    """Make this very process a rank: of torchrun's group, or of a group of one."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    backend = pick_backend(local_world)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if under_torchrun:
+        if "OMP_NUM_THREADS" not in os.environ or local_world == 1:
+            torch.set_num_threads(threads_per_rank(cores(), local_world))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    CURRENT.set(Runtime(device=device))

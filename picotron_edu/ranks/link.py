@@ -1,0 +1,81 @@
+"""An emulated network link: lets a laptop feel a slow network.
+
+On one machine a message between two ranks costs next to nothing, so nothing that this course teaches
+about hiding communication could be seen. `Link(latency_us=50, gbps=10)` makes each message take as long
+as it would on such a network: the real message is sent at once, and whoever waits for it sleeps (does
+not burn CPU) until it would have arrived.
+
+    last rank enters      the modelled time is over
+          v                        v
+    ------|========================|------>   the rank may compute during this time,
+            alpha·steps + bytes/beta          so communication can be *overlapped*
+
+The model is the classic alpha-beta one: every step of an algorithm costs the latency alpha, every byte
+1/beta. Messages of one rank on one link queue behind each other.
+
+Source: Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
+    """Bytes one of `n` ranks sends in the ring algorithm; `payload_bytes` is the size N of the whole.
+
+    N is the tensor for all-reduce and broadcast, the gathered result for all-gather, the input for
+    reduce-scatter and all-to-all, the sum of what this rank sends for point-to-point messages.
+    For broadcast it is the mean over the ranks: all but the last pass N on.
+    """
+    share = payload_bytes * (n - 1) / n
+    factors = {
+        "all_reduce": 2 * share,  # a reduce-scatter, then an all-gather
+        "all_gather": share,
+        "reduce_scatter": share,
+        "all_to_all": share,
+        "broadcast": share,
+        "barrier": 0.0,
+        "send": float(payload_bytes),
+        "receive": 0.0,
+        "send_recv": float(payload_bytes),
+    }
+    return factors[operation]
+
+
+def ring_steps(operation: str, n: int) -> int:
+    """How often a message must hop before `operation` on `n` ranks is complete."""
+    steps = {
+        "all_reduce": 2 * (n - 1),
+        "all_gather": n - 1,
+        "reduce_scatter": n - 1,
+        "all_to_all": n - 1,
+        "broadcast": n - 1,
+        "barrier": 2 * max(1, math.ceil(math.log2(n))),
+    }
+    return steps.get(operation, 1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network with `latency_us` microseconds a hop and `gbps` gigabits per second.
+
+    >>> Link(latency_us=50, gbps=10).seconds("send", payload_bytes=1_250_000, n=2)
+    0.00105
+    """
+
+    latency_us: float
+    gbps: float
+
+    def __post_init__(self) -> None:
+        if not self.latency_us >= 0:
+            raise ValueError(f"latency_us={self.latency_us}: must be 0 or more microseconds")
+        if not self.gbps > 0:
+            raise ValueError(f"gbps={self.gbps}: must be more than 0 gigabits per second")
+
+    def seconds(self, operation: str, payload_bytes: int, n: int) -> float:
+        """Time of `operation` among `n` ranks: steps·alpha + bytes·8/rate."""
+        size = payload_bytes if operation == "receive" else wire_bytes(operation, payload_bytes, n)
+        return ring_steps(operation, n) * self.latency_us * 1e-6 + size * 8 / (self.gbps * 1e9)

@@ -1,0 +1,113 @@
+"""`%%ranks 4`: a notebook cell that runs on every rank, in names that stay from cell to cell.
+
+    %load_ext picotron_edu.ranks
+
+    %%ranks 4
+    x = torch.full((2,), rank)
+    all_reduce(x, world())        # the last expression is printed, rank by rank
+
+Unlike `launch`, which starts fresh ranks for one function, the ranks of a notebook live on between its cells,
+as the notebook's own process does. After a failure that leaves ranks waiting they are started anew, and their
+names are gone; the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import linecache
+import shlex
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from IPython.core.magic import Magics, cell_magic, magics_class
+
+from .errors import RanksError
+from .launch import headline, make_spec
+from .link import Link
+from .pool import RankPool, show
+from .start import fork_server
+
+
+def first_names(rank: int) -> dict[str, Any]:
+    """The names every `%%ranks` cell starts with."""
+    import picotron_edu.ranks as ranks
+
+    names = {name: getattr(ranks, name) for name in ranks.__all__ if name not in ("launch",)}
+    names |= {"rank": rank, "world_size": dist.get_world_size(), "torch": torch, "dist": dist}
+    return {**names, "__name__": "__ranks__"}
+
+
+class Arguments(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(f"%%ranks: {message}\n{self.format_usage()}")
+
+
+@magics_class
+class RanksMagics(Magics):
+    """Holds the pool of ranks of one notebook."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.pool: RankPool | None = None
+        self.key: tuple = ()
+        self.cells = 0
+        self.headline = ""
+
+    @cell_magic
+    def ranks(self, line: str, cell: str) -> None:
+        """%%ranks [N] [--timeout SECONDS] [--link LATENCY_US,GBPS] [--fresh]: run the cell on N ranks."""
+        parser = Arguments("%%ranks", add_help=False)
+        parser.add_argument("n", nargs="?", type=int, default=0)
+        parser.add_argument("--timeout", type=float, default=60.0)
+        parser.add_argument("--link", default="")
+        parser.add_argument("--fresh", action="store_true")
+        args = parser.parse_args(shlex.split(line))
+        n = args.n or (self.pool.world_size if self.pool else 4)
+        pool = self.ready_pool(n, args.link, args.fresh)
+        self.cells += 1
+        name = f"<ranks cell {self.cells}>"
+        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+        payload = {"source": cell, "name": name, "trace": False}
+        try:
+            show(pool.run("cell", payload, args.timeout).texts)
+        except RanksError as error:
+            show(error.outcome.texts)  # type: ignore[attr-defined]
+            if not pool.alive:
+                error.args = (
+                    f"{error}\n\nThe ranks were ended; the next %%ranks cell starts new ones, "
+                    f"without the names of earlier cells.",
+                )
+            raise
+
+    def ready_pool(self, n: int, link: str, fresh: bool) -> RankPool:
+        """The pool of the last cell, or a new one if it is gone or something else is asked for."""
+        if self.pool and (fresh or not self.pool.alive or self.key != (n, link)):
+            self.close()
+        if self.pool is None:
+            spec = make_spec(n, None, parse_link(link), None, seed=0)
+            self.pool, self.key = RankPool(n, spec), (n, link)
+            print(headline(n, spec["backend"]))
+        return self.pool
+
+    def close(self) -> None:
+        if self.pool:
+            self.pool.end()
+            self.pool = None
+
+
+def parse_link(text: str) -> Link | None:
+    """"50,10" as Link(latency_us=50, gbps=10)."""
+    if not text:
+        return None
+    try:
+        latency, rate = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--link {text}: must be LATENCY_US,GBPS, such as 50,10") from None
+    return Link(latency, rate)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext picotron_edu.ranks`; also starts the fork server, so that the first launch is quick."""
+    shell.register_magics(RanksMagics(shell))
+    fork_server()

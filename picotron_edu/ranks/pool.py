@@ -1,0 +1,260 @@
+"""A pool of ranks, seen from the notebook: send them work, hear what they say, end them in every case.
+
+`RankPool.run` is one loop that waits for the ranks' pipes and asks three questions each time round:
+
+    has a rank failed?          take a moment to hear who else did, then name the first by time:
+                                neighbours of a dead rank fail too ("connection reset"), but later
+    can anybody still move?     the notice board knows who waits for whom (board.py)
+    is the time limit over?     ask each rank where it is
+
+However it ends, with a result, an exception or Ctrl-C, nobody is left behind: after anything but success the
+pool is ended, and the fork server kills what is left of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from .board import WORKING, Board, Wait
+from .errors import RankFailed, RanksError, RanksHung, place, readers_frames, tidy
+from .start import start_workers
+from .trace import Event
+
+GRACE = 0.3  # seconds to hear of other failures after the first one
+PATIENCE = 0.1  # seconds of silence after which the board is read
+
+
+@dataclass
+class Outcome:
+    """What came back from one task; lists have one entry a rank."""
+
+    values: list[Any]
+    texts: list[list[tuple[str, str]]]  # ("out" or "err", text) as it came
+    events: list[Event] = field(default_factory=list)
+    truncated: bool = False
+
+
+class RankPool:
+    """`world_size` ranks with a process group, ready to run tasks; a context manager."""
+
+    def __init__(self, world_size: int, spec: dict[str, Any], method: str | None = None) -> None:
+        self.world_size = world_size
+        self.folder = Path(tempfile.mkdtemp(prefix="picotron-edu-"))
+        self.board = Board(self.folder / "board", world_size)
+        self.alive = True
+        self.ready: set[int] = set()
+        spec = {**spec, "world_size": world_size, "folder": str(self.folder)}
+        self.workers = start_workers(world_size, spec, method)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End every rank, at once."""
+        if self.alive:
+            self.alive = False
+            self.workers.end()
+
+    def run(
+        self,
+        kind: str,
+        payload: dict[str, Any],
+        timeout: float | None,
+        live: Callable[[str, str], None] | None = None,
+    ) -> Outcome:
+        """Run a task on every rank; `live` is called with each piece of rank 0's text as it comes.
+
+        Raises RankFailed or RanksHung, whose `outcome` holds the text printed until then.
+        """
+        task = Task(self, timeout, live)
+        try:
+            for slot in self.board.slots:
+                slot["state"] = WORKING
+            message = cloudpickle.dumps((kind, payload))
+            for pipe in self.workers.pipes:
+                with contextlib.suppress(OSError):  # it is dead; the loop will tell how
+                    pipe.send_bytes(message)
+            return task.wait()
+        except RanksError as error:
+            error.outcome = task.outcome  # type: ignore[attr-defined]
+            if len(task.returned) + len(task.failures) < self.world_size or task.codes:
+                self.end()  # some rank still waits for another: nothing sensible can follow
+            raise
+        except BaseException:  # Ctrl-C above all
+            self.end()
+            raise
+
+
+class Task:
+    """One task while it runs."""
+
+    def __init__(
+        self, pool: RankPool, timeout: float | None, live: Callable[[str, str], None] | None
+    ) -> None:
+        n = pool.world_size
+        self.pool, self.timeout, self.live = pool, timeout, live
+        self.outcome = Outcome([None] * n, [[] for _ in range(n)])
+        self.returned: set[int] = set()
+        self.failures: dict[int, dict[str, Any]] = {}
+        self.codes: dict[int, int] = {}  # exit codes of ended processes
+        self.where: dict[int, list] = {}
+        self.stuck: tuple = ()
+
+    def wait(self) -> Outcome:
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        while len(self.returned) < self.pool.world_size:
+            quiet = not self.listen(PATIENCE)
+            if self.failures or self.codes:
+                self.fail()
+            if quiet and (stuck := self.pool.board.deadlock()):
+                if stuck == self.stuck:
+                    raise RanksHung(self.report(), "the ranks wait for each other for ever:")
+                self.stuck = stuck
+            if deadline and time.monotonic() > deadline:
+                raise RanksHung(self.report(), f"not finished within timeout={self.timeout:g} s:")
+        return self.outcome
+
+    def listen(self, seconds: float) -> bool:
+        """Handle what the ranks send within `seconds`; False if nobody said anything."""
+        pipes = {
+            pipe: rank
+            for rank, pipe in enumerate(self.pool.workers.pipes)
+            if rank not in self.codes and not pipe.closed
+        }
+        heard = wait(list(pipes), seconds)
+        for pipe in heard:
+            assert isinstance(pipe, Connection)
+            try:
+                while pipe.poll():
+                    self.handle(pipes[pipe], *cloudpickle.loads(pipe.recv_bytes()))
+            except (EOFError, OSError):
+                self.codes[pipes[pipe]] = self.exit_code(pipes[pipe])
+        return bool(heard)
+
+    def exit_code(self, rank: int) -> int:
+        """How a rank ended whose pipe has closed; the fork server tells a moment later."""
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            codes = self.pool.workers.exits()
+            self.codes.update(codes)
+            if rank in codes or rank in self.codes:
+                return self.codes[rank]
+            time.sleep(0.005)
+        return -1
+
+    def handle(self, rank: int, kind: str, *content: Any) -> None:
+        if kind == "text":
+            self.outcome.texts[rank].append((content[0], content[1]))
+            if self.live and rank == 0:
+                self.live(*content)
+        elif kind == "returned":
+            answer, events, truncated = content
+            self.outcome.values[rank] = cloudpickle.loads(answer)
+            self.outcome.events += events
+            self.outcome.truncated |= truncated
+            self.returned.add(rank)
+        elif kind == "failed":
+            self.failures[rank] = content[0]
+        elif kind == "where":
+            self.where[rank] = content[0]
+
+    def fail(self) -> None:
+        """Raise RankFailed for the first failure, after a moment for the others to report."""
+        until = time.monotonic() + GRACE
+        while (left := until - time.monotonic()) > 0 and self.unheard():
+            self.listen(left)
+        failures = list(self.failures.values())
+        for rank, code in self.codes.items():
+            if rank not in self.failures and rank not in self.returned:
+                failures.append(self.died(rank, code))
+        if not failures:  # a rank ended after it had returned: a neighbour needs it no more
+            return
+        mismatched = [f for f in failures if f["mismatch"]]
+        if mismatched:
+            raise RanksHung(self.report(), mismatched[0]["message"] + "\nthe ranks at that moment:")
+        # A failure inside a message is most often the echo of somebody else's.
+        first, *rest = sorted(failures, key=lambda f: (f["in_message"], f["time"]))
+        raise RankFailed(first, [f for f in rest if not f["in_message"]])
+
+    def unheard(self) -> bool:
+        return len({*self.failures, *self.returned, *self.codes}) < self.pool.world_size
+
+    def died(self, rank: int, code: int) -> dict[str, Any]:
+        """The description of a rank whose process ended without a word."""
+        if code < 0:
+            import signal
+
+            name = signal.Signals(-code).name if code != -1 else "an unknown signal"
+            what = f"its process was killed by {name}"
+        else:
+            what = f"its process ended with exit code {code}"
+        if wait_line := self.pool.board.report()[rank]:
+            doing = str(wait_line).split(" ", 4)[-1] if wait_line.blocked else ""
+            what += f" while it {doing}" if doing else ""
+        log = self.pool.folder / f"rank{rank}.log"
+        text = log.read_text(errors="replace")[-2000:].strip() if log.exists() else ""
+        return {
+            "rank": rank,
+            "time": 0.0,  # before any exception that it caused elsewhere
+            "type": "RankDied",
+            "message": what,
+            "frames": [],
+            "mismatch": False,
+            "in_message": False,
+            "log": text,
+        }
+
+    def report(self) -> list[Wait]:
+        """What every rank is doing; those outside any message are asked for their line."""
+        waits = self.pool.board.report()
+        asked = [w.rank for w in waits if not w.blocked and w.rank not in self.returned]
+        asked = [rank for rank in asked if rank not in self.failures and rank not in self.codes]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                self.pool.workers.pipes[rank].send_bytes(cloudpickle.dumps(("where",)))
+        until = time.monotonic() + 0.5
+        while (left := until - time.monotonic()) > 0 and not self.where.keys() >= set(asked):
+            self.listen(left)
+        for rank in asked:
+            line = place(*readers_frames(self.where[rank])[-1]) if rank in self.where else ""
+            what = waits[rank].what if line else "does not answer: it is busy outside Python, or stopped"
+            waits[rank] = replace(waits[rank], what=what, line=line)
+        return [replace(w, line=tidy(w.line)) for w in waits]
+
+
+def show(texts: list[list[tuple[str, str]]], skip: int | None = None) -> None:
+    """Print what the ranks printed, once, grouped in rank order."""
+    lines = []
+    for rank, pieces in enumerate(texts):
+        text = "".join(piece for _, piece in pieces)
+        if rank != skip and text:
+            lines += [f"rank {rank} │ {line}" for line in plain(text).splitlines()]
+    if lines:
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+
+
+def plain(text: str) -> str:
+    """As a terminal would leave it: of a line drawn over and over with \\r, only the last state."""
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

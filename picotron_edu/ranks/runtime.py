@@ -1,0 +1,57 @@
+"""What a rank carries with it: its notice board, its event recorder, its emulated link.
+
+The start of a rank (`worker.py`, or `entrypoint` under torchrun) fills one `Runtime`; `Mesh` and `world()`
+hand it to their axes, and a collective finds it there. A context variable, not a global: another thread or
+another test does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+from .board import Board
+from .link import Link
+from .trace import Recorder
+
+
+@dataclass
+class Runtime:
+    """`link` is one link for all axes, or one by axis name (an axis not named has none)."""
+
+    board: Board | None = None
+    recorder: Recorder | None = None
+    link: Link | Mapping[str, Link] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    link_free_at: dict[str, float] = field(default_factory=dict)  # queue of messages per axis
+
+    def link_of(self, axis: str) -> Link | None:
+        return self.link.get(axis) if isinstance(self.link, Mapping) else self.link
+
+
+CURRENT: ContextVar[Runtime] = ContextVar("current", default=Runtime())  # noqa: B039
+
+
+def current() -> Runtime:
+    """The runtime of this rank; an empty one outside any rank."""
+    return CURRENT.get()
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live: its own GPU, or the CPU."""
+    return current().device
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Record the enclosed block as a compute event: `with span("forward"): ...`."""
+    recorder = current().recorder
+    if recorder is None:
+        yield
+    else:
+        with recorder.span(name):
+            yield

@@ -1,0 +1,176 @@
+"""How ranks come to life: forked by the fork server, or spawned where there is no fork (Windows).
+
+Both give the same thing, a `Workers`: one open pipe a rank, a way to learn that a rank has ended and how, and
+a way to end them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+
+
+def python(module: str, *args: str, environ: Mapping[str, str], **options: Any) -> subprocess.Popen:
+    """Start `python -m module args` in its own session: Ctrl-C in a terminal does not reach it."""
+    path = os.pathsep.join(filter(None, [PACKAGE_ROOT, environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**environ, "PYTHONPATH": path},
+        start_new_session=True,
+        **options,
+    )
+
+
+class ForkServer:
+    """The notebook's hold on its fork server."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.control, theirs = socket.socketpair()
+        self.lock = threading.Lock()
+        with theirs:
+            fd = theirs.fileno()
+            self.process = python(
+                "picotron_edu.ranks.server",
+                str(fd),
+                environ=environ,
+                pass_fds=[fd],
+                stderr=subprocess.DEVNULL,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def new_job(self, pipes: list[Connection]) -> None:
+        with self.lock:
+            socket.send_fds(self.control, [b"job"], [pipe.fileno() for pipe in pipes])
+
+
+@functools.lru_cache(maxsize=1)
+def _fork_server(pid: int) -> ForkServer:  # one for each notebook process, also after a fork
+    return ForkServer(os.environ.copy())
+
+
+def fork_server() -> ForkServer:
+    """The running fork server; starts one if there is none (about 2 s, torch must be imported)."""
+    server = _fork_server(os.getpid())
+    if not server.alive:
+        _fork_server.cache_clear()
+        server = _fork_server(os.getpid())
+    return server
+
+
+class Workers:
+    """The processes of one launch. `pipes[r]` talks to rank r; its end of file is that rank's death."""
+
+    pipes: list[Connection]
+
+    def exits(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended since the last call; −9 is a SIGKILL."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Kill every rank and remove the job's folder."""
+        raise NotImplementedError
+
+
+class ForkedWorkers(Workers):
+    def __init__(self, world_size: int, spec: dict[str, Any]) -> None:
+        self.folder = spec["folder"]
+        server = fork_server()
+        self.job, job_end = Pipe()
+        pairs = [Pipe() for _ in range(world_size)]
+        self.pipes = [ours for ours, _ in pairs]
+        theirs = [end for _, end in pairs]
+        try:
+            server.new_job([job_end, *theirs])
+        finally:
+            for end in (job_end, *theirs):
+                end.close()
+        self.job.send(spec)
+
+    def exits(self) -> dict[int, int]:
+        codes = {}
+        with contextlib.suppress(EOFError, OSError):
+            while self.job.poll():
+                rank, code = self.job.recv()
+                codes[rank] = code
+        return codes
+
+    def end(self) -> None:
+        self.job.close()  # the server kills what is left
+        for pipe in self.pipes:
+            pipe.close()
+
+
+class SpawnedWorkers(Workers):
+    def __init__(self, world_size: int, spec: dict[str, Any]) -> None:
+        self.folder = spec["folder"]
+        self.pipes, self.processes, self.told = [], [], set[int]()
+        for rank in range(world_size):
+            ours, theirs = Pipe()
+            handle, options = inheritable(theirs)
+            self.processes.append(
+                python(
+                    "picotron_edu.ranks.spawned",
+                    str(rank),
+                    str(handle),
+                    environ=os.environ,
+                    stderr=subprocess.DEVNULL,
+                    **options,
+                )
+            )
+            theirs.close()
+            self.pipes.append(ours)
+            ours.send_bytes(cloudpickle.dumps(spec))
+
+    def exits(self) -> dict[int, int]:
+        codes = {r: p.returncode for r, p in enumerate(self.processes) if p.poll() is not None}
+        new = {rank: code for rank, code in codes.items() if rank not in self.told}
+        self.told |= set(new)
+        return new
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def inheritable(pipe: Connection) -> tuple[int, dict[str, Any]]:
+    """The number under which a child process finds `pipe`, and Popen's options for that."""
+    fd = pipe.fileno()
+    if sys.platform != "win32":
+        return fd, {"pass_fds": [fd]}
+    os.set_handle_inheritable(fd, True)
+    startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [fd]})
+    return fd, {"startupinfo": startup, "close_fds": True}
+
+
+def start_workers(world_size: int, spec: dict[str, Any], method: str | None) -> Workers:
+    """Start the ranks; method "fork" (from the fork server), "spawn", or None for the best there is."""
+    method = method or ("fork" if hasattr(os, "fork") else "spawn")
+    kinds = {"fork": ForkedWorkers, "spawn": SpawnedWorkers}
+    if method not in kinds:
+        raise ValueError(f"start_method={method!r}: must be 'fork' or 'spawn'")
+    return kinds[method](world_size, spec)

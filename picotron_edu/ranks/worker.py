@@ -1,0 +1,248 @@
+"""The life of one rank: join the process group, then run what the notebook sends, until it hangs up.
+
+Three kinds of things go back to the notebook over the rank's pipe: printed text as it comes, and at the end
+of a task either its result with the recorded events, or a description of the exception. A second thread
+listens to the pipe all the time: it answers "where are you?" while the rank hangs, and ends the process when the
+notebook is gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import io
+import linecache
+import os
+import queue
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .board import FAILED, RETURNED, WORKING, Board, Mismatch
+from .runtime import CURRENT, Runtime
+from .trace import Recorder
+
+Frame = tuple[str, int, str]  # file, line, function
+
+
+class Pipe:
+    """The rank's end: several threads may send."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.lock = connection, threading.Lock()
+
+    def send(self, *message: Any) -> None:
+        with self.lock:
+            self.connection.send_bytes(cloudpickle.dumps(message))
+
+
+class RankText(io.TextIOBase):
+    """sys.stdout or sys.stderr of a rank: whole lines travel to the notebook."""
+
+    def __init__(self, pipe: Pipe, stream: str) -> None:
+        self.pipe, self.stream, self.kept = pipe, stream, ""
+
+    def write(self, text: str) -> int:
+        self.kept += text
+        if "\n" in text or "\r" in text or len(self.kept) > 8192:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        text, self.kept = self.kept, ""
+        if text:
+            self.pipe.send("text", self.stream, text)
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:
+        return "utf-8"
+
+
+def main(rank: int, connection: Connection, spec: dict[str, Any]) -> None:
+    """Run rank `rank` as `spec` says (see `pool.RankPool`), and end the process."""
+    pipe = Pipe(connection)
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    main_thread = threading.get_ident()
+    try:
+        set_up_process(rank, pipe, spec)
+        threading.Thread(target=listen, args=(connection, pipe, tasks, main_thread), daemon=True).start()
+        runtime = join(rank, spec)
+        pipe.send("ready")
+    except BaseException as error:
+        pipe.send("failed", describe(error, rank))
+        os._exit(1)
+    cell_names: dict[str, Any] = {}
+    while True:
+        kind, payload = tasks.get()
+        run_task(kind, payload, pipe, runtime, cell_names)
+
+
+def set_up_process(rank: int, pipe: Pipe, spec: dict[str, Any]) -> None:
+    """The notebook's environment, folder and import path; its own text, threads and seeds."""
+    os.environ.clear()
+    os.environ.update(spec["environ"])
+    os.chdir(spec["cwd"])
+    sys.path[:], sys.argv[:] = spec["sys_path"], spec["argv"]
+    # What C++ prints goes to a file, whose end is shown if the rank dies without a word.
+    log = os.open(Path(spec["folder"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout, sys.stderr = RankText(pipe, "out"), RankText(pipe, "err")
+    sys.stdin = open(os.devnull)
+    torch.set_num_threads(spec["threads"])  # before anything has started torch's pool
+    seed = spec["seed"] + rank  # ranks differ: nothing may work only because they drew the same
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def join(rank: int, spec: dict[str, Any]) -> Runtime:
+    """Meet the other ranks in the job's folder and fill in this rank's runtime."""
+    folder, world_size = Path(spec["folder"]), spec["world_size"]
+    device = torch.device("cpu")
+    if spec["backend"] == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group(
+        spec["backend"],
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(days=1),  # the notebook's time limit comes first, and explains
+    )
+    board = Board(folder / "board", world_size, rank)
+    runtime = Runtime(board, None, spec["link"], device)
+    CURRENT.set(runtime)
+    return runtime
+
+
+def listen(connection: Connection, pipe: Pipe, tasks: queue.SimpleQueue, main_thread: int) -> None:
+    """Take tasks from the notebook, say where the main thread is, end with the notebook."""
+    while True:
+        try:
+            message = cloudpickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)
+        if message[0] == "where":
+            pipe.send("where", stack(sys._current_frames().get(main_thread)))
+        else:
+            tasks.put(message)
+
+
+def run_task(kind: str, payload: Any, pipe: Pipe, runtime: Runtime, names: dict[str, Any]) -> None:
+    """Run one function or one cell, and report."""
+    rank = dist.get_rank()
+    runtime.recorder = Recorder(rank) if payload["trace"] else None
+    assert runtime.board is not None
+    runtime.board.state(WORKING)
+    try:
+        if kind == "call":
+            fn, args = cloudpickle.loads(payload["call"])
+            value = on_cpu(fn(*args))
+        else:
+            value = run_cell(payload["source"], payload["name"], names, rank)
+        answer = cloudpickle.dumps(value)
+    except SystemExit as leave:
+        if leave.code:
+            return fail(pipe, runtime, rank, leave)
+        answer = cloudpickle.dumps(None)
+    except BaseException as error:
+        return fail(pipe, runtime, rank, error)
+    events = runtime.recorder or Recorder(rank)
+    flush()
+    # After what was sent: whoever sees "returned" on the board will also find the result.
+    runtime.board.state(RETURNED)
+    pipe.send("returned", answer, list(events.events), events.truncated)
+
+
+def fail(pipe: Pipe, runtime: Runtime, rank: int, error: BaseException) -> None:
+    description = describe(error, rank)
+    assert runtime.board is not None
+    description["in_message"] = bool(runtime.board.blockers(rank)) or waiting(runtime.board, rank)
+    flush()
+    runtime.board.state(FAILED)
+    pipe.send("failed", description)
+
+
+def waiting(board: Board, rank: int) -> bool:
+    from .board import WAITING
+
+    return bool(board.slots[rank]["state"] == WAITING)
+
+
+def flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def run_cell(source: str, name: str, names: dict[str, Any], rank: int) -> None:
+    """Run a notebook cell in the rank's own names; print its last expression, as IPython does."""
+    if not names:
+        from . import magic
+
+        names.update(magic.first_names(rank))
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+
+def on_cpu(value: Any) -> Any:
+    """Tensors inside lists, tuples and dicts, detached and on the CPU: they leave this process."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if type(value) in (list, tuple, set):
+        return type(value)(on_cpu(v) for v in value)
+    if type(value) is dict:
+        return {key: on_cpu(v) for key, v in value.items()}
+    return value
+
+
+def stack(frame: FrameType | None) -> list[Frame]:
+    """The frames of a running thread, outermost first."""
+    frames = []
+    while frame:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def describe(error: BaseException, rank: int) -> dict[str, Any]:
+    """An exception as plain data: the notebook knows the source of its cells, this process does not."""
+    chain: BaseException | None = error
+    frames: list[Frame] = []
+    while chain and not frames:
+        frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(chain.__traceback__)]
+        chain = chain.__cause__
+    message: Callable[[], str] = error.__str__
+    if isinstance(error, SyntaxError):
+        frames.append((error.filename or "", error.lineno or 0, ""))
+    return {
+        "rank": rank,
+        "time": time.perf_counter(),
+        "type": type(error).__name__,
+        "message": message(),
+        "frames": frames,
+        "mismatch": isinstance(error, Mismatch),
+        "in_message": False,
+    }
