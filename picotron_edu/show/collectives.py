@@ -7,8 +7,9 @@ Columns are ranks, blocks are pieces, colours are origins:
                   ╲   ╱   │  ╲   ╱
     after      [0][1][2] [0][1][2] [0][1][2]
 
-Nothing here knows what a collective should do: origins are found by looking the numbers up in what
-the ranks held before. A wrong result looks wrong, and a number that nobody held is drawn grey.
+Nothing here knows what a collective should do: origins are found by looking the numbers up in
+what the ranks held before. A wrong result looks wrong, and a number that nobody held is drawn
+grey.
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,10 @@ Every function of `show` ends with `return finish(figure, caption)`:
     anywhere else     nothing is shown; `show.mesh(grid).save("mesh.png")` writes a file
 
 The figures are plain `matplotlib.figure.Figure` objects, made without pyplot: there is no list of
-open figures to close, no backend to choose, and `%matplotlib inline` makes no difference. The text
-that goes with the image (for screen readers, and for strict notebook checks, which compare text and
-skip images) is the caption: the same in every run as long as the caption holds no measured time.
+open figures to close, no backend to choose, and `%matplotlib inline` makes no difference. The
+text that goes with the image (for screen readers, and for strict notebook checks, which compare
+text and skip images) is the caption: the same in every run as long as the caption holds no
+measured time.
 """
 
 import logging
@@ -34,7 +35,7 @@ SHARPNESS = 1.5  # image pixels a screen pixel
 # The first picture on a new machine builds matplotlib's font cache, with a warning on stderr.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
     "font.size": 11,
     "axes.titlesize": 12,

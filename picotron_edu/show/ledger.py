@@ -1,8 +1,8 @@
 """The ledger: what a run sent, and what a technique costs, before and after.
 
 `ledger(trace)` lists the messages of one run, by operation and axis. `compare(rows)` is the table
-that grows through the course: one row a technique, with the memory, the bytes sent, the steps and,
-if wanted, the time it changes.
+that grows through the course: one row a technique, with the memory, the bytes sent, the steps
+and, if wanted, the time it changes.
 """
 
 import html

@@ -1,8 +1,9 @@
 """One palette for the whole course: a colour per rank, a colour per kind of operation.
 
-The eight rank colours alternate dark and light, so that neighbours differ in a greyscale print too,
-and they stay apart for readers with protanopia, deuteranopia or tritanopia (the tests measure
-both). A picture never relies on colour alone: ranks carry their number and operations their name.
+The eight rank colours alternate dark and light, so that neighbours differ in a greyscale print
+too, and they stay apart for readers with protanopia, deuteranopia or tritanopia (the tests
+measure both). A picture never relies on colour alone: ranks carry their number and operations
+their name.
 
     operation            colour
     forward              light blue
@@ -37,12 +38,12 @@ KIND_COLOURS = {
     "other": "#6B6B6B",
 }
 
-# What occupies memory. Parameters, gradients and optimizer states keep the order and colours
+# What occupies memory, the longest-lived at the bottom of a stack. Order and colours are the same
 # in every chapter, so that a shrinking part (ZeRO, tensor parallel) is seen at a glance.
 MEMORY_COLOURS = {
     "parameters": "#4C6392",
-    "gradients": "#E3A44E",
     "optimizer states": "#902A21",
+    "gradients": "#E3A44E",
     "activations": "#4FD4F9",
     "other": "#B8B8B8",
 }
@@ -69,23 +70,26 @@ def rank_colour(rank: int) -> str:
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
-def kind_of(event: Any) -> str:
-    """The kind of operation (a key of KIND_COLOURS) of a trace event, from its name and lane.
+def word_kind(name: str) -> str:
+    """The kind of operation that a name tells: "backward dp" → "backward"; "other" if none.
 
-    Whole words decide for the short names of pipeline schedules: "F3" or "F" is a forward pass,
-    "B3" a backward pass, "W3" a weight gradient.
+    The short names of pipeline schedules count too: "F3" or "F" is a forward pass, "B3" a backward
+    pass, "W3" a weight gradient.
     """
-    name = event.name.lower()
+    name = name.lower()
     for word, kind in _WORDS:
         if word in name:
             return kind
-    if event.lane == "comm":
-        return "communication"
-    letter, rest = name[:1], name[1:]
-    if rest == "" or rest.isdigit():
+    if name[1:] == "" or name[1:].isdigit():
         short = {"f": "forward", "b": "backward", "w": "weight gradient"}
-        return short.get(letter, "other")
+        return short.get(name[:1], "other")
     return "other"
+
+
+def kind_of(event: Any) -> str:
+    """The kind of a trace event: its name decides; what is left in lane "comm" is communication."""
+    kind = word_kind(event.name)
+    return "communication" if kind == "other" and event.lane == "comm" else kind
 
 
 def luminance(colour: str) -> float:

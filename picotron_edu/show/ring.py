@@ -1,8 +1,8 @@
 """Ring all-reduce step by step: which piece is summed how far, on which rank.
 
-One small picture a step; rows are ranks, columns are pieces. In the first N−1 steps
-(reduce-scatter) sums grow as they travel round the ring, in the next N−1 (all-gather) finished sums
-are handed on:
+One small picture a step; rows are ranks, columns are pieces. In the first N−1 steps (reduce-
+scatter) sums grow as they travel round the ring, in the next N−1 (all-gather) finished sums are
+handed on:
 
     start          step 1            step 2 …
     [a0][a1][a2]   [a0][a1][a2+c2]   a frame in bold: the sum of all ranks is complete
@@ -39,7 +39,9 @@ def ring(steps: Sequence[Sequence[Any]], caption: str | None = None) -> Picture:
             "steps must hold the same number of steps for every rank and of pieces for every step: "
             f"rank 0 has {moments} steps of {pieces} pieces"
         )
-    columns = max(1, min(moments, 4 if pieces <= 4 else 2))
+    columns = min(moments, 4 if pieces <= 4 else 2)
+    if moments in (5, 6) and pieces <= 4:
+        columns = 3  # 3 + 3 fills the page better than 4 + 2
     rows = math.ceil(moments / columns)
     longest = max(len(short(v)) for rank in table for step in rank for v in step)
     inches = (WIDTH - 0.6) / columns / pieces  # width of a block

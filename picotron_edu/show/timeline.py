@@ -27,7 +27,7 @@ SHORTEST_WAIT = 0.004  # of the whole time; shorter waits are noise
 
 def timeline(
     trace: Sequence[Any],
-    caption: str = "Each rank's work and messages; arrows lead from a late rank to those that wait.",
+    caption: str = "Each rank's work and messages; arrows lead from a late rank to the waiting.",
 ) -> Picture:
     """Draw the events of `trace` (or any sequence of Event-like objects), times in milliseconds.
 
