@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from picotron_edu.show.figure import WIDTH, Picture, finish, new_figure, style
 from picotron_edu.show.ledger import duration, number, size
@@ -72,16 +73,18 @@ def loss(
             ax.plot(
                 steps, running_mean(values, window), color=colour, ls=dashes, label=name or None
             )
-        ax.set(xlabel="step", ylabel="loss per token (nats)")
+        ax.set(xlim=(0, None), xlabel="step", ylabel="loss per token (nats)")
         ax.grid(True, axis="y")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(curves) > 1:
             ax.legend()
         return finish(figure, caption)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and the `window` − 1 before it (of fewer at the start)."""
+    """The mean of each value and its neighbours, `window` in all; fewer near the ends."""
     total = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    begin = np.maximum(0, end - window)
+    at = np.arange(len(values))
+    begin = np.maximum(0, at - window // 2)
+    end = np.minimum(len(values), at + (window + 1) // 2)
     return (total[end] - total[begin]) / (end - begin)

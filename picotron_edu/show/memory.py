@@ -1,7 +1,7 @@
 """Where memory goes: through the moments of a step, and with sequence and batch.
 
 Bytes come from measurements or from formulas; the pictures only draw them. Categories have the
-same order and colours in the whole course: parameters, gradients, optimizer states, activations,
+same order and colours in the whole course: parameters, optimizer states, gradients, activations,
 other.
 """
 
@@ -30,11 +30,12 @@ def memory_steps(
 ) -> Picture:
     """Stacked bytes through the first steps, the phases marked on top.
 
-    records   one mapping (or object) per moment, in order, with `event` (the phase: "forward", "backward",
-              "optimizer", …), `step`, and bytes under any of "parameters", "gradients", "optimizer states",
-              "activations", "other" (a space may be an underscore; what is missing is 0)
+    records   one mapping (or object) per moment, in order, with `event` (the phase: "forward",
+              "backward", "optimizer", …), `step`, and bytes under any of "parameters",
+              "optimizer states", "gradients", "activations", "other" (a space may be an
+              underscore; what is missing is 0)
 
-        show.memory_steps([{"step": 0, "event": "forward", "parameters": 4e6, "activations": 1e6}, …])
+        show.memory_steps([{"step": 0, "event": "forward", "parameters": 4e6}, …])
     """
     if not records:
         raise ValueError("records is empty: measure at least one moment")
@@ -73,7 +74,7 @@ def _phases(ax: Axes, records: Sequence[Any]) -> None:
     begins = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]]
     height = ax.get_ylim()[1]
     for begin, end in zip(begins, [*begins[1:], len(keys)]):
-        step, event = keys[begin]
+        event = keys[begin][1]
         colour = KIND_COLOURS[word_kind(event)]
         ax.axvspan(begin, end, ymin=0.93, ymax=1.0, color=colour, lw=0)
         ax.axvline(begin, color="white", lw=1)
@@ -106,7 +107,7 @@ def activations(
 ) -> Picture:
     """Activation bytes: measured as dots, a formula as lines where it is given.
 
-    show.activations([64, 128], {1: [2e6, 4e6], 2: [4e6, 8e6]}, formula={1: [2e6, 4e6], 2: [4e6, 8e6]})
+    show.activations([64, 128], {1: [2e6, 4e6], 2: [4e6, 8e6]}, formula={1: …, 2: …})
     """
     for batch, values in [*bytes_by_batch.items(), *(formula or {}).items()]:
         if len(values) != len(sequences):

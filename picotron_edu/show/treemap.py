@@ -8,14 +8,16 @@
 then go on with the rest.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from picotron_edu.show.figure import WIDTH, Picture, finish, new_figure, style
 from picotron_edu.show.ledger import size
-from picotron_edu.show.palette import MEMORY_COLOURS, PAPER, RANK_COLOURS, ink
+from picotron_edu.show.palette import MEMORY_COLOURS, PAPER, RANK_COLOURS, TEXT, ink
 
 Breakdown = Mapping[str, "float | Mapping[str, float]"]
 Box = tuple[float, float, float, float]  # x, y, width, height; y grows downwards
@@ -70,7 +72,7 @@ class Part:
 
 
 def layout(breakdown: Breakdown, area: Box) -> list[Part]:
-    """All boxes of a breakdown: categories squarified over `area`, then each one's parts inside it."""
+    """All boxes of a breakdown: categories squarified over `area`, then the parts inside each."""
     groups = {
         category: {category: float(value)} if not isinstance(value, Mapping) else dict(value)
         for category, value in breakdown.items()
@@ -124,44 +126,55 @@ def _shades(colour: str, count: int) -> list[str]:
 def treemap(breakdown: Breakdown, caption: str | None = None, title: str | None = None) -> Picture:
     """Draw bytes as areas: category → bytes, or category → {part → bytes}.
 
-    Boxes too small for their name carry a number, explained under the picture.
+    Boxes too small for their name are listed under the picture, with their colour.
     """
-    height = 3.6
-    parts = layout(breakdown, (0, 0, WIDTH - 0.3, height))
+    width, height, line = WIDTH - 0.3, 3.6, 0.21  # inches
+    parts = layout(breakdown, (0, 0, width, height))
     total = sum(part.bytes for part in parts)
-    numbered: list[str] = []
+    labels = [_fitting(part) for part in parts]
+    unnamed = [part for part, label in zip(parts, labels) if label is None]
+    list_height = line * math.ceil(len(unnamed) / 3) + 0.06 * bool(unnamed)
     with style():
-        small = [part for part in parts if not _fitting(part)]
-        figure = new_figure(height=height + 0.85 + 0.2 * -(-len(small) // 3))
+        figure = new_figure(height=height + 1.15 + list_height)
         ax = figure.add_subplot()
-        ax.set_xlim(0, WIDTH - 0.3)
+        ax.set(xlim=(0, width), ylim=(height + list_height, 0))
         ax.set_axis_off()
         ax.set_title(title or f"{size(total)} in all")
-        for part in parts:
-            x, y, width, tall = part.box
-            look = {"fc": part.colour, "ec": PAPER, "lw": 1.2, "label": part.label}
-            ax.add_patch(Rectangle((x, y), width, tall, **look))
-            text, font = _fitting(part) or ("", 0.0)
-            if not text:
-                numbered.append(f"{len(numbered) + 1}  {part.label}: {size(part.bytes)}")
-                text, font = str(len(numbered)), 8
-                if min(width, tall) < 0.1:
-                    continue  # too small even for its number: the list below names it
-            place = {"ha": "center", "va": "center", "fontsize": font, "linespacing": 1.35}
-            ax.text(x + width / 2, y + tall / 2, text, color=ink(part.colour), **place)
-        for i, line in enumerate(numbered):
-            at = ((i % 3) * (WIDTH - 0.3) / 3, height + 0.14 + 0.2 * (i // 3))
-            ax.text(*at, line, fontsize=8.5, va="center")
-        ax.set_ylim(height + 0.2 * -(-len(numbered) // 3) + 0.05 * bool(numbered), 0)
-        return finish(figure, caption or _caption(breakdown, parts, total))
+        for part, label in zip(parts, labels):
+            x, y, wide, tall = part.box
+            box = Rectangle((x, y), wide, tall, fc=part.colour, ec=PAPER, lw=1.2, label=part.label)
+            ax.add_patch(box)
+            if label is not None:
+                text, font = label
+                place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": font}
+                ax.text(x + wide / 2, y + tall / 2, text, color=ink(part.colour), **place)
+        for i, part in enumerate(unnamed):
+            x, y = (i % 3) * width / 3, height + 0.06 + line * (i // 3)
+            ax.add_patch(Rectangle((x, y + 0.04), 0.13, 0.13, fc=part.colour, ec=TEXT, lw=0.5))
+            ax.text(
+                x + 0.2, y + 0.105, f"{part.label}: {size(part.bytes)}", fontsize=9, va="center"
+            )
+        sums = category_sums(parts)
+        first = {part.category: part.colour for part in reversed(parts)}
+        keys = [Patch(fc=first[c], label=f"{c} {size(value)}") for c, value in sums.items()]
+        figure.legend(handles=keys, loc="outside upper left", ncols=5, columnspacing=1.2)
+        return finish(figure, caption or _caption(sums, total))
+
+
+def category_sums(parts: Sequence[Part]) -> dict[str, float]:
+    """Bytes of each category, the largest first."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        sums[part.category] = sums.get(part.category, 0.0) + part.bytes
+    return sums
 
 
 def _fitting(part: Part) -> tuple[str, float] | None:
     """The label that fits into the box and its font size; None if none does."""
     _, _, width, height = part.box
-    percent_free = size(part.bytes)
+    amount = size(part.bytes)
     for font in (12.0, 10.5, 9.0, 8.0):
-        for lines in ([part.name, percent_free], [f"{part.name} {percent_free}"], [part.name]):
+        for lines in ([part.name, amount], [f"{part.name} {amount}"], [part.name]):
             longest = max(len(line) for line in lines)
             fits_across = longest * font * 0.62 / 72 + 0.1 <= width
             if fits_across and len(lines) * font * 1.4 / 72 + 0.05 <= height:
@@ -169,7 +182,10 @@ def _fitting(part: Part) -> tuple[str, float] | None:
     return None
 
 
-def _caption(breakdown: Breakdown, parts: list[Part], total: float) -> str:
-    sums = {c: sum(p.bytes for p in parts if p.category == c) for c in breakdown}
-    shares = ", ".join(f"{c} {100 * s / total:.0f} %" for c, s in sums.items() if s > 0)
+def _caption(sums: Mapping[str, float], total: float) -> str:
+    shares = ", ".join(f"{category} {percent(value / total)}" for category, value in sums.items())
     return f"The area of a box is its bytes: {shares}."
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
