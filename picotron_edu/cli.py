@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser, rest = command_line(), []
+    parser = command_line()
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

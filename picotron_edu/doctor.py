@@ -80,7 +80,7 @@ def four_ranks() -> str:
 
     began = time.perf_counter()
     try:
-        run = launch(all_reduce_latency, world_size=4, timeout=60)
+        run = launch(all_reduce_latency, world_size=4, timeout=60, quiet=True)
     except (RankFailed, RanksHung, OSError) as error:
         raise Trouble(
             f"four ranks could not talk to each other: {error}",

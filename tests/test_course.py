@@ -136,6 +136,18 @@ def test_run_on_ranks_returns_the_run():
     assert_messages(run, {"all_reduce": 1}, wire_bytes=4)
 
 
+def test_only_what_the_learner_prints_is_printed(capsys):
+    def talks():
+        if world().index == 1:
+            print("here I am")
+
+    run_on_ranks(talks, 2)
+    assert capsys.readouterr().out == "rank 1 │ here I am\n"
+    with pytest.raises(ExerciseError):
+        run_on_ranks(lambda: print("before") or 1 / world().index, 2)
+    assert "rank 0 │ before\n" in capsys.readouterr().out
+
+
 def test_a_stub_called_on_the_ranks_is_not_done_yet():
     def stub():
         raise ExerciseError("Exercise 9.1 is not done yet: all-reduce")
@@ -159,5 +171,5 @@ def test_ranks_that_wait_for_ever_are_told_who_waits_where():
             all_reduce(torch.ones(1), world())
 
     said = message(run_on_ranks, rank_1_never_comes, 2, timeout=5)
-    assert said.startswith("on 2 ranks, the ranks wait for each other and never meet: ")
-    assert "rank 0: all_reduce" in said
+    assert said.startswith("on 2 ranks, ")
+    assert "rank 0 waits in all_reduce" in said and "rank 1 has returned" in said

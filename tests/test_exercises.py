@@ -106,7 +106,7 @@ def test_building_twice_changes_nothing(root):
 def test_check_refuses_an_exercise_that_is_out_of_date(root):
     changed = solution_notebook(SOLUTION.replace("Twice x", "Two times x"))
     (root / "solutions/09_nine.ipynb").write_text(to_text(changed))
-    (problem,) = build_all(root, check=True)
+    *_, problem = build_all(root, check=True)
     assert "out of date" in problem and "Two times x" in problem
     assert build_all(root) == [] and build_all(root, check=True) == []
 
@@ -122,6 +122,14 @@ def test_check_refuses_a_hand_edit_and_building_does_not_destroy_it(root):
     assert "edited by hand" in problem and "my work" in problem
     assert build_all(root) and "my work" in path.read_text()
     assert build_all(root, force=True) == [] and "my work" not in path.read_text()
+
+
+def test_a_solution_is_stored_without_outputs(root):
+    path = root / "solutions/09_nine.ipynb"
+    assert "learner must not see" not in path.read_text()
+    path.write_text(to_text(solution_notebook()))
+    (problem,) = build_all(root, check=True)
+    assert problem == "solutions/09_nine.ipynb has outputs or noise: run `make exercises`"
 
 
 def test_check_refuses_an_exercise_without_a_solution(root):

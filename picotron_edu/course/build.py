@@ -63,8 +63,15 @@ def build(solution: NotebookNode) -> NotebookNode:
                 raise ValueError(
                     f"a solution marker without its partner in the cell:\n{cell.source}"
                 )
-            cell.outputs, cell.execution_count = [], None
+    notebook = without_outputs(notebook)
     notebook.metadata["picotron_edu"] = {"fingerprint": fingerprint(notebook)}
+    return notebook
+
+
+def without_outputs(notebook: NotebookNode) -> NotebookNode:
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
     return notebook
 
 
@@ -111,10 +118,18 @@ def is_untouched(exercise: NotebookNode) -> bool:
 def build_all(root: Path, *, check: bool = False, force: bool = False) -> list[str]:
     """Write exercises/ from solutions/, or with `check` only compare; returns what is wrong.
 
-    An exercise that somebody has written into is left alone, unless `force` is given.
+    Solutions lose their outputs, too: source is source. An exercise that somebody has written into
+    is left alone, unless `force` is given.
     """
-    problems = []
-    wanted = {path.name: build(read(path)) for path in sorted((root / "solutions").glob("*.ipynb"))}
+    problems, wanted = [], {}
+    for path in sorted((root / "solutions").glob("*.ipynb")):
+        solution = without_outputs(read(path))
+        wanted[path.name] = build(solution)
+        if to_text(solution) != path.read_text("utf-8"):
+            if check:
+                problems.append(f"solutions/{path.name} has outputs or noise: run `make exercises`")
+            else:
+                path.write_text(to_text(solution), encoding="utf-8")
     for name, notebook in wanted.items():
         target = root / "exercises" / name
         new, old = to_text(notebook), target.read_text("utf-8") if target.exists() else ""

@@ -19,7 +19,9 @@ which rank, and one hint. Only raised errors count: what a notebook prints is th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import math
 import re
 import traceback
@@ -98,9 +100,14 @@ def describe(error: Exception) -> str:
 def run_on_ranks(
     fn: Callable[..., Any], world_size: int, *args: object, timeout: float = 20.0
 ) -> Run:
-    """`launch` with a time limit, whose failures become an ExerciseError of one line."""
+    """`launch` with a time limit, whose failures become an ExerciseError of one line.
+
+    What the learner's code prints is shown; the line about backend and ranks is left out.
+    """
+    printed = io.StringIO()
     try:
-        return launch(fn, *args, world_size=world_size, timeout=timeout)
+        with contextlib.redirect_stdout(printed):
+            return launch(fn, *args, world_size=world_size, timeout=timeout)
     except RankFailed as failed:
         own = re.search(r"^(?:\w+\.)*ExerciseError: (.*)", failed.traceback, re.MULTILINE)
         if own:  # an unfinished stub, or a check that runs on the ranks
@@ -110,16 +117,19 @@ def run_on_ranks(
         raise ExerciseError(f"on {world_size} ranks, {one_line(first_line)}{where}") from failed
     except RanksHung as hung:
         raise ExerciseError(f"on {world_size} ranks, {describe_hang(hung)}") from hung
+    finally:
+        print(printed.getvalue().partition("\n")[2], end="")
 
 
 def describe_hang(hung: RanksHung) -> str:
-    """Who waits where, ranks that wait in the same place together."""
-    places: dict[str, list[int]] = {}
-    for rank, what, axis, line, _since in hung.waits:
-        place = str(what) + (f" over {axis}" if axis else "") + (f" at {line}" if line else "")
-        places.setdefault(place, []).append(rank)
-    said = (f"rank {', '.join(map(str, ranks))}: {place}" for place, ranks in places.items())
-    return one_line("the ranks wait for each other and never meet: " + "; ".join(said))
+    """Why they hang, and who waits where: ranks that wait in the same place together."""
+    why = str(hung).splitlines()[0]
+    places: dict[str, list[str]] = {}
+    for wait in hung.waits:
+        place = f"{wait.what} at {wait.line}" if wait.line else wait.what
+        places.setdefault(place, []).append(str(wait.rank))
+    waits = (f"rank {', '.join(ranks)} {place}" for place, ranks in places.items())
+    return one_line(f"{why} {'; '.join(waits)}")
 
 
 def assert_close(

@@ -1,0 +1,165 @@
+"""The command picotron-edu: finds its repository, says what exists, passes flags on, judges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from picotron_edu import cli, doctor
+from picotron_edu.course.notebook import to_text
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A small course: one chapter with a script that repeats its flags."""
+    for folder in ("notebooks", "exercises", "solutions"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "notebooks/01_one.py").write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(cli, "find_root", lambda: tmp_path)
+    return tmp_path
+
+
+def write_exercise(root, second: str) -> None:
+    notebook = new_notebook(
+        cells=[
+            new_code_cell("def check(number, value):\n    assert value == 1"),
+            new_markdown_cell("## Exercise 1.1 · Easy"),
+            new_code_cell('check("1.1", 1)'),
+            new_markdown_cell("## Exercise 1.2 · Harder"),
+            new_code_cell(f'check("1.2", {second})'),
+        ]
+    )
+    (root / "exercises/01_one.ipynb").write_text(to_text(notebook))
+
+
+def test_the_repository_is_found_from_any_folder_below_it(tmp_path, monkeypatch):
+    below = tmp_path / "course/notebooks/images"
+    below.mkdir(parents=True)
+    (tmp_path / "course/pyproject.toml").write_text("")
+    monkeypatch.chdir(below)
+    monkeypatch.setattr(cli, "__file__", "/somewhere/site-packages/picotron_edu/cli.py")
+    assert cli.find_root() == tmp_path / "course"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="not inside the repository"):
+        cli.find_root()
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_an_unknown_chapter_says_which_exist(root, capsys, command):
+    write_exercise(root, "1")
+    assert cli.main([command, "42"]) == 2
+    assert "no chapter 42" in (error := capsys.readouterr().err)
+    assert "(there: 01)" in error
+
+
+def test_run_starts_torchrun_with_the_ranks_and_the_scripts_own_flags(root, capfd):
+    assert cli.main(["run", "1", "--nproc", "2", "--steps", "-3", "--no-amp", "name"]) == 0
+    printed = sorted(line for line in capfd.readouterr().out.splitlines() if line)
+    flags = "['--steps', '-3', '--no-amp', 'name']"
+    assert printed == [f"0 2 {flags}", f"1 2 {flags}"]
+
+
+def test_run_passes_on_the_exit_code(root):
+    (root / "notebooks/01_one.py").write_text("raise SystemExit(7)")
+    assert cli.main(["run", "01"]) != 0
+
+
+@pytest.mark.parametrize("nproc", ["0", "two"])
+def test_run_refuses_a_wrong_number_of_ranks(root, capsys, nproc):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "01", "--nproc", nproc])
+    assert f"a number of ranks, 1 or more, not '{nproc}'" in capsys.readouterr().err
+
+
+def test_other_commands_refuse_unknown_flags(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["check", "01", "--steps", "3"])
+    assert "unrecognized arguments: --steps 3" in capsys.readouterr().err
+
+
+def test_check_tells_what_is_done_and_fails_until_all_is(root, capsys):
+    write_exercise(root, "2")
+    assert cli.main(["check", "01"]) == 1
+    out = capsys.readouterr().out
+    assert "✓ 1.1  Easy" in out and "✗ 1.2  Harder" in out and "1 of 2 done" in out
+    write_exercise(root, "1")
+    assert cli.main(["check", "01"]) == 0
+    assert "2 of 2 done" in capsys.readouterr().out
+
+
+def test_progress_runs_only_what_somebody_has_begun(root, capsys):
+    write_exercise(root, "1")
+    (root / "exercises/01_one.ipynb").rename(root / "solutions/01_one.ipynb")
+    assert cli.main(["build-exercises"]) == 0
+    assert cli.main(["progress"]) == 0
+    assert "Chapter 01 one\n  not begun\n" in capsys.readouterr().out
+    write_exercise(root, "1")
+    cli.main(["progress"])
+    assert "2 of 2 done" in capsys.readouterr().out
+
+
+def test_build_exercises_check_fails_before_they_are_built(root, capsys):
+    write_exercise(root, "1")
+    (root / "exercises/01_one.ipynb").rename(root / "solutions/01_one.ipynb")
+    assert cli.main(["build-exercises", "--check"]) == 1
+    assert "exercises/01_one.ipynb is out of date" in capsys.readouterr().out
+
+
+def test_lab_opens_chapter_00_and_does_not_look_for_a_browser_that_is_not_there(root, monkeypatch):
+    (root / "notebooks/00_meet.ipynb").write_text("{}")
+    called = []
+    monkeypatch.setattr(subprocess, "call", lambda command, cwd: called.extend(command) or 0)
+    monkeypatch.setattr(cli.webbrowser, "get", lambda: None)
+    assert cli.main(["lab"]) == 0
+    assert called[:3] == [sys.executable, "-m", "jupyterlab"]
+    assert str(root / "notebooks/00_meet.ipynb") in called and "--no-browser" not in called
+
+    def none_here():
+        raise cli.webbrowser.Error("no browser")
+
+    monkeypatch.setattr(cli.webbrowser, "get", none_here)
+    cli.main(["lab"])
+    assert "--no-browser" in called
+
+
+# ---- doctor ----
+
+
+def test_doctor_says_what_is_wrong_and_how_to_mend_it(capsys):
+    def no_disk() -> str:
+        raise doctor.Trouble("no room", "buy a disk")
+
+    assert not doctor.examine((("disk", no_disk), ("sky", lambda: "blue")))
+    out = capsys.readouterr().out
+    assert "✗ disk: no room\n    to mend it: buy a disk\n✓ sky: blue\n" in out
+    assert doctor.examine((("sky", lambda: "blue"),))
+
+
+def test_doctor_finds_a_temporary_folder_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(doctor.tempfile, "tempdir", "/nowhere/at/all")
+    with pytest.raises(doctor.Trouble, match="cannot write to /nowhere/at/all"):
+        doctor.temp_folder()
+
+
+def test_doctor_finds_a_kernel_of_another_python(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernels/python3"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.json").write_text(
+        '{"argv": ["/opt/other/bin/python", "-f", "{connection_file}"],'
+        ' "display_name": "x", "language": "python"}'
+    )
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
+    with pytest.raises(doctor.Trouble, match="kernel python3 is /opt/other/bin/python"):
+        doctor.kernel()
+
+
+def test_doctor_has_no_complaint_here():
+    for name, question in doctor.QUESTIONS:
+        assert question(), name
+    assert "an all-reduce of one number takes" in doctor.four_ranks()
