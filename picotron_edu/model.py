@@ -35,7 +35,7 @@ __all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling", "init_weight", "tok
 
 
 def init_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
-    """A full weight's starting value (float32), a pure function of (seed, name). Norms start at 1."""
+    """The full weight to start from: a pure function of (seed, name). Norm weights start at 1."""
     if len(shape) == 1:
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -43,31 +43,30 @@ def init_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Ten
     return torch.randn(shape, generator=generator) * std
 
 
-def rope_angles(config: LlamaConfig, positions_S: Tensor) -> Tensor:
-    """angles_Sd2 = position × frequency; pair i turns once in 2π·theta^(2i/d) positions."""
+def rope(config: LlamaConfig, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+    """cos_Sd2, sin_Sd2 of position × frequency: pair i turns once in 2π·theta^(2i/d) positions."""
     pairs = torch.arange(0, config.size_of_head, 2, device=positions_S.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-pairs / config.size_of_head)
     if config.rope_scaling is not None:
         frequency = stretch(frequency, config.rope_scaling)
-    return positions_S.float()[:, None] * frequency[None, :]
+    angles_Sd2 = positions_S.float()[:, None] * frequency[None, :]
+    return angles_Sd2.cos(), angles_Sd2.sin()
 
 
 def stretch(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     """For longer contexts (Llama 3.1): slow turns get slower, fast ones stay, a ramp between."""
-    turns = (
-        scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-    )  # in the old context
+    old_context = scaling.original_max_position_embeddings
+    turns = old_context * frequency / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = ramp.clamp(0, 1)
     return keep * frequency + (1 - keep) * frequency / scaling.factor
 
 
-def rotate(x_BHSd: Tensor, angles_Sd2: Tensor) -> Tensor:
+def rotate(x_BHSd: Tensor, cos_Sd2: Tensor, sin_Sd2: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + d/2]) by its angle: in float32 at least, rounded once."""
-    cos, sin = angles_Sd2.cos(), angles_Sd2.sin()
     left, right = x_BHSd.chunk(2, dim=-1)
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return turned.to(x_BHSd.dtype)
+    turned = (left * cos_Sd2 - right * sin_Sd2, right * cos_Sd2 + left * sin_Sd2)
+    return torch.cat(turned, dim=-1).to(x_BHSd.dtype)
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
@@ -104,12 +103,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(H * d, D, bias=False, dtype=dtype)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
-    def forward(self, x_BSD: Tensor, angles_Sd2: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_Sd2: Tensor, sin_Sd2: Tensor) -> Tensor:
         q_BHSd, k_BKSd, v_BKSd = (
             project(x_BSD).unflatten(-1, (-1, self.size_of_head)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q_BHSd, k_BKSd = rotate(q_BHSd, angles_Sd2), rotate(k_BKSd, angles_Sd2)
+        q_BHSd = rotate(q_BHSd, cos_Sd2, sin_Sd2)
+        k_BKSd = rotate(k_BKSd, cos_Sd2, sin_Sd2)
         out_BHSd = self.attend(q_BHSd, k_BKSd, v_BKSd)
         return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
 
@@ -142,8 +142,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = FeedForward(config, dtype)
 
-    def forward(self, x_BSD: Tensor, angles_Sd2: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), angles_Sd2)
+    def forward(self, x_BSD: Tensor, cos_Sd2: Tensor, sin_Sd2: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_Sd2, sin_Sd2)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -158,10 +158,10 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
-        angles_Sd2 = rope_angles(self.config, positions_S)
+        cos_Sd2, sin_Sd2 = rope(self.config, positions_S)
         x_BSD = self.embed_tokens(tokens_BS)
         for block in self.layers:
-            x_BSD = block(x_BSD, angles_Sd2)
+            x_BSD = block(x_BSD, cos_Sd2, sin_Sd2)
         return self.norm(x_BSD)
 
 

@@ -55,7 +55,7 @@ def test_a_cut_of_a_dim_that_does_not_exist_is_refused():
 
 def test_a_piece_of_the_wrong_shape_is_refused_with_both_shapes():
     layout = Layout("w", (8, 6), (Cut(0, FakeAxis("tp", 2, 0)),))
-    with pytest.raises(ValueError, match=r"w: .*\(8, 6\).*\(4, 6\).*dim 0 over tp=2"):
+    with pytest.raises(ValueError, match=r"w has shape \(8, 6\).*says \(4, 6\): .*dim 0 over tp=2"):
         attach(nn.Parameter(torch.zeros(8, 6)), layout)
     assert layout_of(attach(nn.Parameter(torch.zeros(4, 6)), layout)) is layout
 
