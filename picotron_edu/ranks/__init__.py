@@ -6,10 +6,7 @@ from .collectives import (
     all_to_all,
     barrier,
     broadcast,
-    receive,
     reduce_scatter,
-    send,
-    send_recv,
 )
 from .errors import RankFailed, RanksError, RanksHung
 from .handle import Handle
@@ -17,6 +14,7 @@ from .launch import Run, entrypoint, launch
 from .link import Link, wire_bytes
 from .mesh import Axis, Mesh, world
 from .pairs import copy_to, exchange, gather, reduce_from, scatter_sum, split
+from .point_to_point import receive, send, send_recv
 from .runtime import device, span
 from .trace import Event, Trace
 

@@ -1,20 +1,22 @@
-"""The notice board: every rank writes what it is about to do, so that nobody waits for ever in silence.
+"""The notice board: every rank writes what it is about to do, so that no rank waits in silence.
 
-The board is a small file in shared memory with one slot per rank. Before each message a rank notes the
-operation, the axis, its line and a running number; this costs microseconds. Two questions are answered
-from it without sending anything:
+The board is a small file in shared memory with one slot per rank. Before each message a rank notes
+the operation, the axis, its line and a running number; this costs microseconds. Two questions are
+answered from it without sending anything:
 
-1. *Do we all mean the same?* The k-th call on an axis must be the same operation on the same shape on
-   every rank. Who arrives second compares (`Board.enter`), and a mismatch is an error at once.
-2. *Can this wait ever end?* A rank waits for those who have not yet made the matching call. If they have
-   returned, or wait (directly or round a ring) for the one who waits, it never will:
+1. *Do we all mean the same?* The k-th call on an axis must be the same operation on the same shape
+   on every rank. Who arrives second compares (`Board.enter`): a mismatch is an error at once.
+2. *Can this wait ever end?* A rank waits for those who have not yet made the matching call. If they
+   have returned, or wait (directly or round a ring) for the one who waits, it never will:
 
-       rank 0: send to 1 ──waits for──> rank 1: send to 0 ──waits for──> rank 0      a cycle: deadlock
+       rank 0: send to 1 ─waits for─> rank 1: send to 0 ─waits for─> rank 0    a deadlock
 
-   `Board.deadlock` finds the largest set of waiting ranks of which each waits for a member of the set or
-   for a rank that is gone. Sends count as *rendezvous*: a send ends when its receive has been posted.
+`Board.deadlock` finds the largest set of waiting ranks of which each waits for a member of the set
+or for a rank that is gone. Sends count as *rendezvous*: a send ends when its receive has been
+posted.
 
-Source: the wait-for graph with AND semantics, Knapp, "Deadlock detection in distributed databases", 1987.
+Source: the wait-for graph with AND semantics, Knapp, "Deadlock detection in distributed databases",
+1987.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ class Wait:
     blocked: bool
 
     def __str__(self) -> str:
-        return f"  rank {self.rank} {self.what}{f' at {self.line}' if self.line else ''}"
+        """One line of a report; how long is said once it is long."""
+        where = f" at {self.line}" if self.line else ""
+        return f"  rank {self.rank} {self.what}{where}" + (
+            f", for {self.since:.0f} s" if self.since >= 1 and self.blocked else ""
+        )
 
 
 def slot_type(world_size: int) -> np.dtype:
@@ -133,8 +139,7 @@ class Board:
             if peer == self.rank or other is None or not call <= other["calls"] < call + HISTORY:
                 continue
             if other["signature"][call % HISTORY] != checksum(what):
-                theirs = self.text(peer) if other["calls"] == call else "made another call"
-                self.mismatch(peer, theirs, f"in {what}")
+                raise Mismatch(f"rank {peer} makes another call than {what} over axis '{axis}'")
         return place, call
 
     def post(self, peer: int, kind: str, what: str) -> tuple[str, int, int]:
@@ -148,16 +153,8 @@ class Board:
         posted = int(self.slots[peer][f"{opposite}s"][self.rank])
         signature = self.slots[peer][f"{opposite}_signature"][self.rank][number % HISTORY]
         if number <= posted < number + HISTORY and signature != checksum(what):
-            theirs = f"{opposite}s another shape or dtype"
-            self.mismatch(peer, theirs, f"{kind}s {what}")
+            raise Mismatch(f"rank {peer} {opposite}s another shape or dtype than {what}")
         return f"needs_{opposite}s", peer, number
-
-    def mismatch(self, peer: int, theirs: str, ours: str) -> None:
-        axis, line = self.mine["axis"].decode(), self.mine["line"].decode()
-        raise Mismatch(
-            f"the ranks do not agree on a call over axis '{axis}':\n"
-            f"  rank {self.rank} {ours} at {line}\n  rank {peer} {theirs}"
-        )
 
     def block(self, group: tuple[int, int] | None, messages: list[tuple[str, int, int]]) -> None:
         """From now on this rank waits for that call of an axis, or for those messages."""
@@ -192,9 +189,8 @@ class Board:
         rank = max(times, key=lambda r: times[r])
         return rank, times[rank]
 
-    def text(self, rank: int) -> str:
-        slot = self.slots[rank]
-        return f"in {slot['what'].decode()} at {slot['line'].decode()}"
+    def state_of(self, rank: int) -> int:
+        return int(self.slots[rank]["state"])
 
     def blockers(self, rank: int) -> set[int]:
         """The ranks that have not yet done what `rank` waits for; empty if it does not wait."""
@@ -203,14 +199,16 @@ class Board:
             return set()
         late = set()
         for group in slot["groups"][slot["groups"]["waiting"] > 0]:
-            for peer in np.nonzero(group["members"])[0]:
-                other = self.group_of(peer, group["key"])
+            for peer in np.nonzero(group["members"])[0].tolist():
+                other = self.group_of(peer, int(group["key"]))
                 if other is None or other["calls"] < group["waiting"]:
-                    late.add(int(peer))
-        for peer, theirs in enumerate(self.slots):
-            if slot["needs_receives"][peer] > theirs["receives"][rank]:
-                late.add(peer)
-            if slot["needs_sends"][peer] > theirs["sends"][rank]:
+                    late.add(peer)
+        for peer in range(self.world_size):
+            theirs = self.slots[peer]
+            if (
+                slot["needs_receives"][peer] > theirs["receives"][rank]
+                or slot["needs_sends"][peer] > theirs["sends"][rank]
+            ):
                 late.add(peer)
         return late
 
@@ -224,18 +222,17 @@ class Board:
         return tuple((r, int(self.slots[r]["version"])) for r in sorted(stuck))
 
     def report(self) -> list[Wait]:
-        """What every rank is doing now."""
+        """What every rank is doing now; of a failed one, the message it failed in."""
         now, waits = time.perf_counter(), []
         for rank, slot in enumerate(self.slots):
-            what, axis, line = (slot[k].decode() for k in ("what", "axis", "line"))
-            since = now - float(slot["since"])
-            state = int(slot["state"])
+            what, axis, line = (slot[key].decode() for key in ("what", "axis", "line"))
+            state, since = int(slot["state"]), now - float(slot["since"])
             if state == WAITING:
                 what = f"waits in {what} over axis '{axis}'"
+            elif state == FAILED and what:
+                what = f"calls {what} over axis '{axis}'"
             else:
                 axis = line = ""
-                what = {RETURNED: "has returned: it will not join", FAILED: "has failed"}.get(
-                    state, "is not in any message"
-                )
+                what = "has returned: it will not join" if state == RETURNED else "is in no message"
             waits.append(Wait(rank, what, axis, line, since, state == WAITING))
         return waits

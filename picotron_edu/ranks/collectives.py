@@ -6,21 +6,23 @@
     reduce_scatter   a0 a1    | b0 b1              a0+b0  | a1+b1      (n−1)/n · N
     all_gather       a        | b                  a b    | a b        (n−1)/n · N, N the result
     all_to_all       a0 a1    | b0 b1              a0 b0  | a1 b1      (n−1)/n · N
-    send_recv        point to point                                    N
 
-Each takes an `Axis` and is a no-op when its size is 1. What torch leaves to the caller is done here once:
-strided tensors are copied to contiguous ones and back (gloo reads them wrongly, silently); fp8 travels as
-bytes; shapes and types are compared before anything is sent; sources are places on the axis, never global
-ranks; old and new torch names are bridged. With `async_op=True` a `Handle` is returned: compute, then
-`handle.wait()` for the result. Each message leaves one event in the trace.
+Messages between two ranks are in `point_to_point.py`, the autograd versions in `pairs.py`.
 
-Source: torch.distributed; ring bytes from Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-for clusters of workstations", 2009, section 3.
+Each takes an `Axis` and is a no-op when its size is 1. What torch leaves to the caller is done here
+once: strided tensors are copied to contiguous ones and back (gloo reads them wrongly, silently);
+fp8 travels as bytes; shapes and types are compared before anything is sent; sources are places on
+the axis, never global ranks; old and new torch names are bridged. With `async_op=True` a `Handle`
+is returned: compute, then `handle.wait()` for the result. Each message leaves one event in the
+trace.
+
+Source: torch.distributed; ring bytes from Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,9 +31,6 @@ from torch import Tensor
 
 from .handle import Arrived, Handle, describe
 from .mesh import Axis
-
-Send = tuple[Tensor, int]  # what, and to which place on the axis
-Receive = tuple[Tensor, int]  # into which buffer, and from which place on the axis
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -46,22 +45,26 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _wire(x: Tensor) -> Tensor:
+def wire(x: Tensor) -> Tensor:
     """`x` as it may travel: without history, contiguous, fp8 seen as bytes."""
     x = x.detach().contiguous()
     return x.view(torch.uint8) if x.dtype in FP8 else x
 
 
-def _reducible(x: Tensor, op: str) -> None:
+def reducible(x: Tensor, op: str) -> None:
     if op not in OPS:
         raise ValueError(f"op={op!r}: must be one of {', '.join(OPS)}")
     if x.dtype in FP8:
-        raise ValueError(f"{x.dtype} cannot be summed in 8 bits: convert to bfloat16 or float32 first")
+        raise ValueError(
+            f"{x.dtype} cannot be summed in 8 bits: convert to bfloat16 or float32 first"
+        )
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(f"op='avg' on {x.dtype}: an average of integers is not an integer, use 'sum'")
+        raise ValueError(
+            f"op='avg' on {x.dtype}: an average of integers is not an integer, use 'sum'"
+        )
 
 
-def _place(axis: Axis, name: str, place: int) -> int:
+def place(axis: Axis, name: str, place: int) -> int:
     """Check a place on the axis; returns its global rank."""
     if not 0 <= place < axis.size:
         raise ValueError(
@@ -71,11 +74,11 @@ def _place(axis: Axis, name: str, place: int) -> int:
     return axis.ranks[place]
 
 
-def _go(handle: Handle, async_op: bool) -> Any:
+def begin(handle: Handle, async_op: bool) -> Any:
     return handle.record_true_end() if async_op else handle.wait()
 
 
-def _nothing(result: Any, async_op: bool) -> Any:
+def at_once(result: Any, async_op: bool) -> Any:
     return Arrived(result) if async_op else result
 
 
@@ -84,10 +87,10 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
 
     op: "sum", "avg", "max", "min" or "prod". Returns `x`, or a Handle whose wait() returns it.
     """
-    _reducible(x, op)
+    reducible(x, op)
     if axis.size == 1 or x.numel() == 0:
-        return _nothing(x, async_op)
-    data = _wire(x)  # the memory of x itself, unless x is strided
+        return at_once(x, async_op)
+    data = wire(x)  # the memory of x itself, unless x is strided
 
     def start() -> list[dist.Work | None]:
         return [dist.all_reduce(data, OPS[op], group=axis.group, async_op=True)]
@@ -95,32 +98,32 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
     def finish() -> Tensor:
         if op == "avg":
             data.div_(axis.size)
-        return x if data.data_ptr() == x.data_ptr() else _copy_back(x, data)
+        return x if data.data_ptr() == x.data_ptr() else copy_back(x, data)
 
     what = f"all_reduce({describe(x)}, {op})"
-    return _go(Handle(axis, "all_reduce", what, data.nbytes, start, finish), async_op)
+    return begin(Handle(axis, "all_reduce", what, data.nbytes, start, finish), async_op)
 
 
-def _copy_back(x: Tensor, data: Tensor) -> Tensor:
+def copy_back(x: Tensor, data: Tensor) -> Tensor:
     with torch.no_grad():
         return x.copy_(data.view(x.dtype))
 
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x`, in place, with the `x` of place `src` on the axis. Returns `x` or a Handle."""
-    source = _place(axis, "src", src)
+    source = place(axis, "src", src)
     if axis.size == 1 or x.numel() == 0:
-        return _nothing(x, async_op)
-    data = _wire(x)
+        return at_once(x, async_op)
+    data = wire(x)
 
     def start() -> list[dist.Work | None]:
         return [dist.broadcast(data, source, group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
-        return x if data.data_ptr() == x.data_ptr() else _copy_back(x, data)
+        return x if data.data_ptr() == x.data_ptr() else copy_back(x, data)
 
     what = f"broadcast({describe(x)}, src={src})"
-    return _go(Handle(axis, "broadcast", what, data.nbytes, start, finish), async_op)
+    return begin(Handle(axis, "broadcast", what, data.nbytes, start, finish), async_op)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Any:
@@ -130,22 +133,22 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> A
     """
     if axis.size == 1 or x.numel() == 0:
         whole = x.detach() if axis.size == 1 else torch.cat([x.detach()] * axis.size, dim)
-        return _nothing(whole.clone(), async_op)
-    data = _wire(x)
+        return at_once(whole.clone(), async_op)
+    data = wire(x)
     parts = data.new_empty(axis.size, *data.shape)
 
     def start() -> list[dist.Work | None]:
         return [_all_gather(parts.view(-1), data.view(-1), group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
-        whole = parts.flatten(0, 1) if dim == 0 and x.dim() else torch.cat([*_rows(parts)], dim)
+        whole = parts.flatten(0, 1) if dim == 0 and x.dim() else torch.cat([*rows(parts)], dim)
         return whole.view(x.dtype)
 
     what = f"all_gather({describe(x)})"
-    return _go(Handle(axis, "all_gather", what, parts.nbytes, start, finish), async_op)
+    return begin(Handle(axis, "all_gather", what, parts.nbytes, start, finish), async_op)
 
 
-def _rows(parts: Tensor) -> list[Tensor]:
+def rows(parts: Tensor) -> list[Tensor]:
     """One tensor a rank; numbers become vectors of length 1, so that they can be concatenated."""
     return [part if part.dim() else part.view(1) for part in parts.unbind(0)]
 
@@ -157,7 +160,7 @@ def reduce_scatter(
 
     x.shape[dim] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
     """
-    _reducible(x, op)
+    reducible(x, op)
     if x.dim() == 0 or x.shape[dim] % axis.size:
         raise ValueError(
             f"reduce_scatter cuts dim {dim} of shape {list(x.shape)} into axis.size={axis.size} "
@@ -165,7 +168,7 @@ def reduce_scatter(
         )
     pieces = x.detach().chunk(axis.size, dim)
     if axis.size == 1 or x.numel() == 0:
-        return _nothing(pieces[0].clone(), async_op)
+        return at_once(pieces[0].clone(), async_op)
     data = x.detach().contiguous() if dim == 0 else torch.cat([p.flatten() for p in pieces])
     piece = data.new_empty(pieces[0].shape)
 
@@ -177,7 +180,7 @@ def reduce_scatter(
         return piece.div_(axis.size) if op == "avg" else piece
 
     what = f"reduce_scatter({describe(x)}, dim={dim}, {op})"
-    return _go(Handle(axis, "reduce_scatter", what, data.nbytes, start, finish), async_op)
+    return begin(Handle(axis, "reduce_scatter", what, data.nbytes, start, finish), async_op)
 
 
 def all_to_all(
@@ -187,7 +190,8 @@ def all_to_all(
     receive_counts: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send the i-th part of `x` (along dim 0) to place i; returns what came, in the order of the axis.
+    """Send the i-th part of `x` (along dim 0) to place i; returns what came, in the order of the
+    axis.
 
     send_counts[i] rows go to place i, receive_counts[i] rows come from it (0 is allowed); without
     counts x.shape[0] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
@@ -207,10 +211,10 @@ def all_to_all(
     if sum(send_counts) != x.shape[0]:
         raise ValueError(f"send_counts={list(send_counts)} must sum to the {x.shape[0]} rows of x")
     if axis.size == 1:
-        return _nothing(x.detach().clone(), async_op)
-    data = _wire(x)
+        return at_once(x.detach().clone(), async_op)
+    data = wire(x)
     came = data.new_empty(sum(receive_counts), *data.shape[1:])
-    counts = list(receive_counts), list(send_counts)
+    sizes = {"output_split_sizes": list(receive_counts), "input_split_sizes": list(send_counts)}
     pairs: list[tuple[str, int, Tensor]] = []  # both ends of each part must agree on its rows
     for place in (i for i in range(axis.size) if i != axis.index):
         pairs.append(("send", place, data[: send_counts[place]]))
@@ -218,7 +222,7 @@ def all_to_all(
     stays = data[: send_counts[axis.index]].nbytes
 
     def start() -> list[dist.Work | None]:
-        return [dist.all_to_all_single(came, data, *counts, group=axis.group, async_op=True)]
+        return [dist.all_to_all_single(came, data, **sizes, group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
         return came.view(x.dtype)
@@ -226,59 +230,7 @@ def all_to_all(
     what = f"all_to_all({describe(x[:0])})"
     handle = Handle(axis, "all_to_all", what, data.nbytes, start, finish, pairs)
     handle.wire_bytes = data.nbytes - stays  # (n−1)/n · N where the parts are equal
-    return _go(handle, async_op)
-
-
-def send_recv(
-    axis: Axis, sends: Sequence[Send] = (), receives: Sequence[Receive] = (), async_op: bool = False
-) -> Any:
-    """All of a rank's sends and receives in one call, so that no order of them can deadlock.
-
-    sends: (tensor, to which place); receives: (buffer, from which place); shapes and types of the two
-    ends must agree. Returns the filled buffers, or a Handle for them. Between one pair of ranks the
-    messages match in the order given: on an axis of 2 the left neighbour *is* the right one.
-    """
-    return _point_to_point("send_recv", axis, sends, receives, async_op)
-
-
-def send(x: Tensor, axis: Axis, to: int, async_op: bool = False) -> Any:
-    """Send `x` to place `to`; blocks until the receive is posted there, at any size (a rendezvous)."""
-    return _point_to_point("send", axis, [(x, to)], [], async_op)
-
-
-def receive(buffer: Tensor, axis: Axis, source: int, async_op: bool = False) -> Any:
-    """Fill `buffer` with what place `source` sends; returns [buffer] or a Handle for it."""
-    return _point_to_point("receive", axis, [], [(buffer, source)], async_op)
-
-
-def _point_to_point(
-    operation: str, axis: Axis, sends: Sequence[Send], receives: Sequence[Receive], async_op: bool
-) -> Any:
-    for name, place in [("to", to) for _, to in sends] + [("from", at) for _, at in receives]:
-        if _place(axis, name, place) == axis.ranks[axis.index]:
-            raise ValueError(f"{name}={place} is this rank itself: nothing need be sent")
-    out = [(_wire(x), to) for x, to in sends]
-    into = [(_wire(buffer), at) for buffer, at in receives]
-
-    def start() -> list[dist.Work | None]:
-        ops = [dist.P2POp(dist.isend, x, axis.ranks[to], axis.group) for x, to in out]
-        ops += [dist.P2POp(dist.irecv, x, axis.ranks[at], axis.group) for x, at in into]
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def finish() -> list[Tensor]:
-        for (buffer, _), (data, _) in zip(receives, into):
-            if data.data_ptr() != buffer.data_ptr():
-                _copy_back(buffer, data)
-        return [buffer for buffer, _ in receives]
-
-    messages = [("send", to, x) for x, to in sends] + [("receive", at, x) for x, at in receives]
-    parts = [f"send {describe(x)} to rank {axis.ranks[to]}" for x, to in sends]
-    parts += [f"receive {describe(x)} from rank {axis.ranks[at]}" for x, at in receives]
-    size = sum(x.nbytes for x, _ in (out or into))
-    handle = Handle(
-        axis, operation, ", ".join(parts), size, start, finish, messages, collective=False
-    )
-    return _go(handle, async_op)
+    return begin(handle, async_op)
 
 
 def barrier(axis: Axis) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,27 +42,42 @@ class RanksError(RuntimeError):
 
 
 class RankFailed(RanksError):
-    """A rank raised, or its process ended. `rank` failed first; `line` is where, in the reader's code."""
+    """A rank raised, or its process ended. `rank` failed first; `line` is where, in the reader's
+    code.
+    """
 
-    def __init__(self, failure: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> None:
-        self.rank: int = failure["rank"]
-        self.type, self.others = failure["type"], list(others)
-        frames = readers_frames(failure["frames"])
+    def __init__(self, first: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> None:
+        alike = [f for f in others if same(f, first)]
+        self.rank: int = min(f["rank"] for f in [first, *alike])
+        self.others = sorted((f for f in others if f not in alike), key=lambda f: f["time"])
+        self.type = first["type"]
+        frames = readers_frames(first["frames"])
         self.line = place(*frames[-1]) if frames else ""
-        said = f"{failure['type']}: {failure['message']}".strip(": ")
-        summary = [traceback.FrameSummary(f, n, name, lookup_line=False) for f, n, name in frames]
-        parts = [f"  {place(f.filename, f.lineno or 0, f.name)}\n" for f in summary]
-        code = [linecache.getline(f.filename, f.lineno or 0).strip() for f in summary]
-        shown = "".join(p + (f"    {c}\n" if c else "") for p, c in zip(parts, code))
-        self.traceback = f"Traceback of rank {self.rank} (innermost last):\n{shown}{said}"
+        said = f"{first['type']}: {first['message']}".strip(": ")
+        shown = "\n".join(f"  {place(*f)}{source(*f[:2])}" for f in frames)
+        self.traceback = f"Traceback of rank {self.rank}, innermost line last:\n{shown}\n{said}"
         message = f"rank {self.rank} failed first: {said}"
+        if alike:
+            ranks = sorted({first["rank"], *(f["rank"] for f in alike)} - {self.rank})
+            message += f"\n(and alike on rank {', '.join(map(str, ranks))})"
         if frames:
             message += f"\n\n{self.traceback}"
-        if failure.get("log"):
-            message += f"\n\nIts process printed last:\n{failure['log']}"
+        if first.get("log"):
+            message += f"\n\nIts process printed last:\n{first['log']}"
         for other in self.others:
             message += f"\n\nrank {other['rank']} failed too: {other['type']}: {other['message']}"
         super().__init__(message)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two ranks failed in the same way at the same line."""
+    return all(a[key] == b[key] for key in ("type", "message", "frames"))
+
+
+def source(filename: str, line: int) -> str:
+    """The text of a line, on a line of its own."""
+    text = linecache.getline(filename, line).strip()
+    return f"\n    {text}" if text else ""
 
 
 class RanksHung(RanksError):

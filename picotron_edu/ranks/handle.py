@@ -1,8 +1,8 @@
 """A message under way: started now, waited for later.
 
-`Handle` is the one place where a message begins and ends, so it is also where everything that this course
-adds to torch happens: the note on the board (who waits for whom), the event in the trace (how many bytes,
-from when to when), and the delay of an emulated link.
+`Handle` is the one place where a message begins and ends, so it is also where everything that this
+course adds to torch happens: the note on the board (who waits for whom), the event in the trace
+(how many bytes, from when to when), and the delay of an emulated link.
 
     start ──> the notice board checks that all ranks mean the same ──> torch sends, asynchronously
     (compute)
@@ -29,7 +29,7 @@ TORCH = str(Path(dist.__file__).parents[1])
 
 
 def caller() -> str:
-    """File and line of the innermost frame that is neither ours nor torch's: what a report names."""
+    """File and line of the innermost frame that is neither ours nor torch's, for reports."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((OURS, TORCH)):
         frame = frame.f_back
@@ -127,7 +127,7 @@ class Handle:
         return self.result
 
     def sleep_until_arrival(self, link: Link, entered: float) -> float:
-        """Sleep until the message, begun when the last rank entered, is through; returns that time."""
+        """Sleep until the message, begun when the last rank entered, is through; returns when."""
         name, free_at = self.axis.name, self.axis.runtime.link_free_at
         begin = max(entered, free_at.get(name, 0.0))  # behind this rank's earlier messages
         arrival = begin + link.seconds(self.operation, self.payload_bytes, self.axis.size)

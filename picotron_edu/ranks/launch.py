@@ -6,8 +6,8 @@
     if __name__ == "__main__":          # in a script: the same main under torchrun and plain python
         entrypoint(main)
 
-nccl where there are enough GPUs, else gloo on the CPU, over the loopback interface, meeting in a temporary
-folder: no port, no host name, nothing that a second launch could collide with.
+nccl where there are enough GPUs, else gloo on the CPU, over the loopback interface, meeting in a
+temporary folder: no port, no host name, nothing that a second launch could collide with.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from ..flags import parse_flags
 from .errors import RanksError
 from .link import Link
+from .packing import pack
 from .pool import Outcome, RankPool, cores, show
 from .runtime import CURRENT, Runtime
 from .trace import Event, Trace
@@ -64,7 +64,9 @@ def pick_backend(world_size: int, backend: str | None = None) -> str:
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
         return "nccl" if enough and dist.is_nccl_available() else "gloo"
     if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend={backend!r}: must be 'gloo', 'nccl' or None for the best there is")
+        raise ValueError(
+            f"backend={backend!r}: must be 'gloo', 'nccl' or None for the best there is"
+        )
     if backend == "nccl" and torch.cuda.device_count() < world_size:
         raise ValueError(
             f"backend='nccl' needs a GPU a rank: world_size={world_size}, but there are "
@@ -114,16 +116,16 @@ def to_run(outcome: Outcome) -> Run:
     return Run(outcome.values, texts, Trace([Event(*e) for e in events], outcome.truncated))
 
 
-def pack(fn: Callable, args: tuple) -> bytes:
+def pack_call(fn: Callable, args: tuple) -> bytes:
     """The function and its arguments as bytes, also if they exist only in the notebook."""
     try:
-        return cloudpickle.dumps((fn, args))
+        return pack((fn, args))
     except Exception as error:
         name = getattr(fn, "__name__", repr(fn))
         raise ValueError(
-            f"fn={name} cannot travel to the ranks: {error}. It, its arguments or a variable it uses "
-            f"holds something that lives in this process only (an open file, a lock, a generator); "
-            f"make that inside the function"
+            f"fn={name} cannot travel to the ranks: {error}. It, its arguments or a variable it "
+            f"uses holds something that lives in this process only (an open file, a lock, a "
+            f"generator); make that inside the function"
         ) from None
 
 
@@ -143,13 +145,15 @@ def launch(
 ) -> Run:
     """Run `fn(*args)` once per rank, in `world_size` fresh processes, and wait for all of them.
 
-    fn may be defined in a notebook cell, a lambda or a closure. timeout: seconds for all of it (None: no
-    limit). link: an emulated network, or one by axis name. live: pass rank 0's text on as it comes. quiet:
-    print nothing. threads: per rank, default cores // ranks. seed: rank r starts with seed + r.
+    fn may be defined in a notebook cell, a lambda or a closure. timeout: seconds for all of it
+    (None: no limit). link: an emulated network, or one by axis name. live: pass rank 0's text on as
+    it comes. quiet: print nothing. trace: record events. threads: per rank, default cores // ranks.
+    backend: "gloo" or "nccl". start_method: "fork" or "spawn". seed: rank r starts with seed + r.
+
     Raises RankFailed or RanksHung; no process is left, whatever happens.
     """
     spec = make_spec(world_size, backend, link, threads, seed)
-    payload = {"call": pack(fn, args), "trace": trace}
+    payload = {"call": pack_call(fn, args), "trace": trace}
     if not quiet:
         print(headline(world_size, spec["backend"]), flush=True)
 
@@ -173,8 +177,8 @@ def launch(
 def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | None = None) -> Any:
     """Run a script's `main` on its ranks: those torchrun has started, or `--nproc N` of our own.
 
-    With a frozen dataclass `Config` the flags are made from its fields, checked before any rank starts, and
-    `main(config)` is called; else `main()`.
+    With a frozen dataclass `Config` the flags are made from its fields, checked before any rank
+    starts, and `main(config)` is called; else `main()`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ

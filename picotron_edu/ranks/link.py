@@ -1,17 +1,17 @@
 """An emulated network link: lets a laptop feel a slow network.
 
-On one machine a message between two ranks costs next to nothing, so nothing that this course teaches
-about hiding communication could be seen. `Link(latency_us=50, gbps=10)` makes each message take as long
-as it would on such a network: the real message is sent at once, and whoever waits for it sleeps (does
-not burn CPU) until it would have arrived.
+On one machine a message between two ranks costs next to nothing, so nothing that this course
+teaches about hiding communication could be seen. `Link(latency_us=50, gbps=10)` makes each message
+take as long as it would on such a network: the real message is sent at once, and whoever waits for
+it sleeps (does not burn CPU) until it would have arrived.
 
     last rank enters      the modelled time is over
           v                        v
     ------|========================|------>   the rank may compute during this time,
             alpha·steps + bytes/beta          so communication can be *overlapped*
 
-The model is the classic alpha-beta one: every step of an algorithm costs the latency alpha, every byte
-1/beta. Messages of one rank on one link queue behind each other.
+The model is the classic alpha-beta one: every step of an algorithm costs the latency alpha, every
+byte 1/beta. Messages of one rank on one link queue behind each other.
 
 Source: Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp,
 "Optimization of Collective Communication Operations in MPICH", 2005, section 3.
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 
 def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
-    """Bytes one of `n` ranks sends in the ring algorithm; `payload_bytes` is the size N of the whole.
+    """Bytes one of `n` ranks sends in the ring algorithm; `payload_bytes` is the size N of the
+    whole.
 
     N is the tensor for all-reduce and broadcast, the gathered result for all-gather, the input for
     reduce-scatter and all-to-all, the sum of what this rank sends for point-to-point messages.

@@ -6,9 +6,9 @@
     x = torch.full((2,), rank)
     all_reduce(x, world())        # the last expression is printed, rank by rank
 
-Unlike `launch`, which starts fresh ranks for one function, the ranks of a notebook live on between its cells,
-as the notebook's own process does. After a failure that leaves ranks waiting they are started anew, and their
-names are gone; the report says so.
+Unlike `launch`, which starts fresh ranks for one function, the ranks of a notebook live on between
+its cells, as the notebook's own process does. After a failure that leaves ranks waiting they are
+started anew, and their names are gone; the report says so.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class RanksMagics(Magics):
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
-        """%%ranks [N] [--timeout SECONDS] [--link LATENCY_US,GBPS] [--fresh]: run the cell on N ranks."""
+        """%%ranks [N] [--timeout SECONDS] [--link LATENCY_US,GBPS] [--fresh]: run the cell on N
+        ranks.
+        """
         parser = Arguments("%%ranks", add_help=False)
         parser.add_argument("n", nargs="?", type=int, default=0)
         parser.add_argument("--timeout", type=float, default=60.0)
@@ -97,7 +99,7 @@ class RanksMagics(Magics):
 
 
 def parse_link(text: str) -> Link | None:
-    """"50,10" as Link(latency_us=50, gbps=10)."""
+    """ "50,10" as Link(latency_us=50, gbps=10)."""
     if not text:
         return None
     try:
@@ -108,6 +110,8 @@ def parse_link(text: str) -> Link | None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext picotron_edu.ranks`; also starts the fork server, so that the first launch is quick."""
+    """`%load_ext picotron_edu.ranks`; also starts the fork server, so that the first launch is
+    quick.
+    """
     shell.register_magics(RanksMagics(shell))
     fork_server()

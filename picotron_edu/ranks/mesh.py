@@ -8,9 +8,10 @@ A run on 8 GPUs with dp=2, pp=2, tp=2 is a cube of ranks. Each technique talks a
                          pp 1  dp 0    4     5
                                dp 1    6     7
 
-An `Axis` is one line of the grid through this rank: its size, this rank's place on it, and the process
-group for its messages. Experts are spread *inside* the data-parallel ranks: `ep` divides dp·cp, and
-`expert_dp` is what is left of it. Joined axes go by name: `mesh.dp_cp` reduces gradients over both.
+An `Axis` is one line of the grid through this rank: its size, this rank's place on it, and the
+process group for its messages. Experts are spread *inside* the data-parallel ranks: `ep` divides
+dp·cp, and `expert_dp` is what is left of it. Joined axes go by name: `mesh.dp_cp` reduces gradients
+over both.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2104.04473, section 3; torch.distributed.device_mesh.
@@ -34,8 +35,8 @@ ORDER = ("pp", "dp", "cp", "tp")  # slowest to fastest
 class Axis:
     """One line of ranks that talk to each other.
 
-    name: "tp"; size: number of ranks on it; index: this rank's place, 0 … size−1; ranks: their global
-    ranks in order; group: torch's process group, None when size is 1 (nobody to talk to).
+    name: "tp"; size: number of ranks on it; index: this rank's place, 0 … size−1; ranks: their
+    global ranks in order; group: torch's process group, None when size is 1 (nobody to talk to).
     """
 
     name: str
@@ -48,7 +49,8 @@ class Axis:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.size or len(self.ranks) != self.size:
             raise ValueError(
-                f"axis '{self.name}': index={self.index} and ranks={self.ranks} do not fit size={self.size}"
+                f"axis '{self.name}': index={self.index} and ranks={self.ranks} do not fit "
+                f"size={self.size}"
             )
 
 
@@ -63,8 +65,8 @@ def world() -> Axis:
 class Mesh:
     """`Mesh(pp=1, dp=1, cp=1, tp=1, ep=1)`; the product of pp, dp, cp, tp must be the world size.
 
-    Every rank must build the same meshes, and ask for joined axes, in the same order: creating a process
-    group is itself a conversation between the ranks.
+    Every rank must build the same meshes, and ask for joined axes, in the same order: creating a
+    process group is itself a conversation between the ranks.
     """
 
     def __init__(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
@@ -86,7 +88,7 @@ class Mesh:
             self._device_mesh = init_device_mesh(
                 self.world.runtime.device.type, tuple(used.values()), mesh_dim_names=tuple(used)
             )
-        # Experts: the dp·cp ranks of one pp and tp are laid out anew as (expert_dp, ep), ep fastest.
+        # Experts: the dp·cp ranks of one pp and tp, laid out anew as (expert_dp, ep), ep fastest.
         self._expert_grid = self._grid.reshape(pp, dp * cp // ep, ep, tp)
         for name in (*ORDER, "ep", "expert_dp"):
             self._axes[name] = self._axis(name)
@@ -113,8 +115,8 @@ class Mesh:
             parts = name.split("_")
             if not set(parts) <= set(ORDER) or parts != [p for p in ORDER if p in parts]:
                 raise AttributeError(
-                    f"no axis '{name}': there are {', '.join(ORDER)}, ep, expert_dp, world, and joined ones "
-                    f"in the order of the grid, such as dp_cp or pp_dp"
+                    f"no axis '{name}': there are {', '.join(ORDER)}, ep, expert_dp, world, and "
+                    f"joined ones in the order of the grid, such as dp_cp or pp_dp"
                 )
             self._axes[name] = self._axis(name)
         return self._axes[name]
@@ -126,7 +128,9 @@ class Mesh:
         else:
             grid, along = self._grid, [ORDER.index(part) for part in name.split("_")]
         rest = [d for d in range(4) if d not in along]
-        return grid.transpose(rest + along).reshape(-1, int(np.prod([grid.shape[d] for d in along])))
+        return grid.transpose(rest + along).reshape(
+            -1, int(np.prod([grid.shape[d] for d in along]))
+        )
 
     def _axis(self, name: str) -> Axis:
         lines = self.lines(name)
@@ -146,7 +150,9 @@ class Mesh:
         used = [name for name in ORDER if self.sizes[name] > 1] or ["tp"]
         *rows, last = used
         grid = self._grid.reshape([self.sizes[name] for name in used])
-        labels = [" ".join(f"{n} {i}" for n, i in zip(rows, at)) for at in np.ndindex(grid.shape[:-1])]
+        labels = [
+            " ".join(f"{n} {i}" for n, i in zip(rows, at)) for at in np.ndindex(grid.shape[:-1])
+        ]
         left, width = max(map(len, labels)), max(len(f"{last} {grid.shape[-1] - 1}"), 6)
         lines = [" " * left + "".join(f"{last} {i}".rjust(width) for i in range(grid.shape[-1]))]
         for label, row in zip(labels, grid.reshape(-1, grid.shape[-1]).tolist()):

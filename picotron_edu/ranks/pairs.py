@@ -1,7 +1,7 @@
 """Messages that autograd can go through: each has its transpose as its backward.
 
-A plain collective has no history: the gradient of what it gathered is silently lost. Here every operation
-is a linear map over the joint inputs of all ranks, and backward is the transposed map:
+A plain collective has no history: the gradient of what it gathered is silently lost. Here every
+operation is a linear map over the joint inputs of all ranks, and backward is the transposed map:
 
     forward                            backward                  Megatron's name
     copy_to      x -> x on each rank   all-reduce of gradients   f
@@ -11,13 +11,14 @@ is a linear map over the joint inputs of all ranks, and backward is the transpos
     split        this rank's piece     all-gather
     exchange     all-to-all            all-to-all, counts swapped
 
-Which scale? `gather`, `scatter_sum`, `split` and `exchange` are transposes for the *sum of all ranks' losses*:
-if each of n ranks computes a loss from the gathered tensor, a piece gets the gradient of all n. `copy_to` and
-`reduce_from` mark where one logical tensor, equal on all ranks, enters and leaves a parallel region; the loss
-behind `reduce_from` is one loss, computed alike by every rank, and counts once.
+Which scale? `gather`, `scatter_sum`, `split` and `exchange` are transposes for the *sum of all
+ranks' losses*: if each of n ranks computes a loss from the gathered tensor, a piece gets the
+gradient of all n. `copy_to` and `reduce_from` mark where one logical tensor, equal on all ranks,
+enters and leaves a parallel region; the loss behind `reduce_from` is one loss, computed alike by
+every rank, and counts once.
 
-Source: Shoeybi et al., "Megatron-LM", 1909.08053, section 3 (f, g); Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", 2205.05198, section 4.2.2 (g, g-bar).
+Source: Shoeybi et al., "Megatron-LM", 1909.08053, section 3 (f, g); Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2205.05198, section 4.2.2 (g, g-bar).
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Leave a parallel region (Megatron's g): the sum of the ranks' `x`; backward passes through."""
+    """Leave a parallel region (Megatron's g): the ranks' `x` summed; backward passes through."""
     return _ReduceFrom.apply(x, axis)
 
 
@@ -124,7 +125,8 @@ def scatter_sum(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's piece of an `x` that is equal on all ranks; backward gathers the pieces' gradients.
+    """This rank's piece of an `x` that is equal on all ranks; backward gathers the pieces'
+    gradients.
 
     x.shape[dim] must be divisible by axis.size.
     """

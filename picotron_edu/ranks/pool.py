@@ -1,4 +1,5 @@
-"""A pool of ranks, seen from the notebook: send them work, hear what they say, end them in every case.
+"""A pool of ranks, seen from the notebook: send them work, hear what they say, end them in every
+case.
 
 `RankPool.run` is one loop that waits for the ranks' pipes and asks three questions each time round:
 
@@ -7,14 +8,15 @@
     can anybody still move?     the notice board knows who waits for whom (board.py)
     is the time limit over?     ask each rank where it is
 
-However it ends, with a result, an exception or Ctrl-C, nobody is left behind: after anything but success the
-pool is ended, and the fork server kills what is left of it.
+However it ends, with a result, an exception or Ctrl-C, nobody is left behind: after anything but
+success the pool is ended, and the fork server kills what is left of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -24,10 +26,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from .board import WORKING, Board, Wait
 from .errors import RankFailed, RanksError, RanksHung, place, readers_frames, tidy
+from .packing import pack, unpack
 from .start import start_workers
 from .trace import Event
 
@@ -84,7 +85,7 @@ class RankPool:
         try:
             for slot in self.board.slots:
                 slot["state"] = WORKING
-            message = cloudpickle.dumps((kind, payload))
+            message = pack((kind, payload))
             for pipe in self.workers.pipes:
                 with contextlib.suppress(OSError):  # it is dead; the loop will tell how
                     pipe.send_bytes(message)
@@ -140,7 +141,7 @@ class Task:
             assert isinstance(pipe, Connection)
             try:
                 while pipe.poll():
-                    self.handle(pipes[pipe], *cloudpickle.loads(pipe.recv_bytes()))
+                    self.handle(pipes[pipe], *unpack(pipe.recv_bytes()))
             except (EOFError, OSError):
                 self.codes[pipes[pipe]] = self.exit_code(pipes[pipe])
         return bool(heard)
@@ -154,7 +155,7 @@ class Task:
             if rank in codes or rank in self.codes:
                 return self.codes[rank]
             time.sleep(0.005)
-        return -1
+        return 1  # nobody knows: the fork server itself is gone
 
     def handle(self, rank: int, kind: str, *content: Any) -> None:
         if kind == "text":
@@ -163,7 +164,7 @@ class Task:
                 self.live(*content)
         elif kind == "returned":
             answer, events, truncated = content
-            self.outcome.values[rank] = cloudpickle.loads(answer)
+            self.outcome.values[rank] = unpack(answer)
             self.outcome.events += events
             self.outcome.truncated |= truncated
             self.returned.add(rank)
@@ -181,11 +182,14 @@ class Task:
         for rank, code in self.codes.items():
             if rank not in self.failures and rank not in self.returned:
                 failures.append(self.died(rank, code))
-        if not failures:  # a rank ended after it had returned: a neighbour needs it no more
+        if not failures:  # a process ended after it had returned: nobody misses it
             return
-        mismatched = [f for f in failures if f["mismatch"]]
-        if mismatched:
-            raise RanksHung(self.report(), mismatched[0]["message"] + "\nthe ranks at that moment:")
+        if any(f["mismatch"] for f in failures):
+            calls = [
+                replace(w, what=w.what.replace("waits in", "calls"), blocked=False)
+                for w in self.report()
+            ]
+            raise RanksHung(calls, "the ranks do not agree on what they call:")
         # A failure inside a message is most often the echo of somebody else's.
         first, *rest = sorted(failures, key=lambda f: (f["in_message"], f["time"]))
         raise RankFailed(first, [f for f in rest if not f["in_message"]])
@@ -195,16 +199,9 @@ class Task:
 
     def died(self, rank: int, code: int) -> dict[str, Any]:
         """The description of a rank whose process ended without a word."""
+        what = f"its process ended with exit code {code}"
         if code < 0:
-            import signal
-
-            name = signal.Signals(-code).name if code != -1 else "an unknown signal"
-            what = f"its process was killed by {name}"
-        else:
-            what = f"its process ended with exit code {code}"
-        if wait_line := self.pool.board.report()[rank]:
-            doing = str(wait_line).split(" ", 4)[-1] if wait_line.blocked else ""
-            what += f" while it {doing}" if doing else ""
+            what = f"its process was killed by {signal.Signals(-code).name}"
         log = self.pool.folder / f"rank{rank}.log"
         text = log.read_text(errors="replace")[-2000:].strip() if log.exists() else ""
         return {
@@ -225,13 +222,17 @@ class Task:
         asked = [rank for rank in asked if rank not in self.failures and rank not in self.codes]
         for rank in asked:
             with contextlib.suppress(OSError):
-                self.pool.workers.pipes[rank].send_bytes(cloudpickle.dumps(("where",)))
+                self.pool.workers.pipes[rank].send_bytes(pack(("where",)))
         until = time.monotonic() + 0.5
         while (left := until - time.monotonic()) > 0 and not self.where.keys() >= set(asked):
             self.listen(left)
         for rank in asked:
             line = place(*readers_frames(self.where[rank])[-1]) if rank in self.where else ""
-            what = waits[rank].what if line else "does not answer: it is busy outside Python, or stopped"
+            what = (
+                waits[rank].what
+                if line
+                else "does not answer: it is busy outside Python, or stopped"
+            )
             waits[rank] = replace(waits[rank], what=what, line=line)
         return [replace(w, line=tidy(w.line)) for w in waits]
 

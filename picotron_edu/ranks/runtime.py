@@ -1,8 +1,8 @@
 """What a rank carries with it: its notice board, its event recorder, its emulated link.
 
-The start of a rank (`worker.py`, or `entrypoint` under torchrun) fills one `Runtime`; `Mesh` and `world()`
-hand it to their axes, and a collective finds it there. A context variable, not a global: another thread or
-another test does not see it.
+The start of a rank (`worker.py`, or `entrypoint` under torchrun) fills one `Runtime`; `Mesh` and
+`world()` hand it to their axes, and a collective finds it there. A context variable, not a global:
+another thread or another test does not see it.
 """
 
 from __future__ import annotations

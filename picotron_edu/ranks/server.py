@@ -1,16 +1,17 @@
 """The fork server: a process that has torch imported already and makes ranks out of itself.
 
-A new Python process needs seconds to import torch; a fork of one that has it needs milliseconds. Forking the
-notebook itself would copy its threads' locks and its CUDA state, which breaks in many ways, so a small clean
-process is started once and forked from then on:
+A new Python process needs seconds to import torch; a fork of one that has it needs milliseconds.
+Forking the notebook itself would copy its threads' locks and its CUDA state, which breaks in many
+ways, so a small clean process is started once and forked from then on:
 
-    notebook ══ control ══> server          (one per notebook; when the notebook dies, control closes,
-       ║                     ├─ rank 0       and the server kills every rank it has)
+    notebook ══ control ══> server         one per notebook; when the notebook dies, control
+       ║                     ├─ rank 0      closes, and the server kills every rank it has
        ║  one pipe a rank    ├─ rank 1
        ╚═════════════════════└─ …
 
-For each job the notebook sends one message with open pipes: one to talk about the job, one per rank. When the
-job's pipe closes, for whatever reason, its ranks are killed and its temporary folder is removed.
+For each job the notebook sends one message with open pipes: one to talk about the job, one per
+rank. When the job's pipe closes, for whatever reason, its ranks are killed and its temporary folder
+is removed.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def serve(control: socket.socket) -> None:
                     for job in jobs.values():
                         job.end()
                     return
-                jobs[pipe] = Job((pipe := Connection(fds[0])), fds[1:])
+                pipe = Connection(fds[0])
+                jobs[pipe] = Job(pipe, fds[1:])
             elif ready == wake:
                 os.read(wake, 1024)
             else:

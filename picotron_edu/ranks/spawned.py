@@ -3,12 +3,10 @@
 import sys
 from multiprocessing import connection
 
-import cloudpickle
-
 from . import worker
+from .packing import unpack
 
 if __name__ == "__main__":
     rank, handle = int(sys.argv[1]), int(sys.argv[2])
-    kind = connection.PipeConnection if sys.platform == "win32" else connection.Connection
-    pipe = kind(handle)
-    worker.main(rank, pipe, cloudpickle.loads(pipe.recv_bytes()))
+    pipe = getattr(connection, "PipeConnection", connection.Connection)(handle)
+    worker.main(rank, pipe, unpack(pipe.recv_bytes()))

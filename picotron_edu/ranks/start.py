@@ -1,7 +1,7 @@
 """How ranks come to life: forked by the fork server, or spawned where there is no fork (Windows).
 
-Both give the same thing, a `Workers`: one open pipe a rank, a way to learn that a rank has ended and how, and
-a way to end them all.
+Both give the same thing, a `Workers`: one open pipe a rank, a way to learn that a rank has ended
+and how, and a way to end them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+from .packing import pack
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
@@ -78,7 +78,9 @@ def fork_server() -> ForkServer:
 
 
 class Workers:
-    """The processes of one launch. `pipes[r]` talks to rank r; its end of file is that rank's death."""
+    """The processes of one launch. `pipes[r]` talks to rank r; its end of file is that rank's
+    death.
+    """
 
     pipes: list[Connection]
 
@@ -139,7 +141,7 @@ class SpawnedWorkers(Workers):
             )
             theirs.close()
             self.pipes.append(ours)
-            ours.send_bytes(cloudpickle.dumps(spec))
+            ours.send_bytes(pack(spec))
 
     def exits(self) -> dict[int, int]:
         codes = {r: p.returncode for r, p in enumerate(self.processes) if p.poll() is not None}
@@ -168,7 +170,9 @@ def inheritable(pipe: Connection) -> tuple[int, dict[str, Any]]:
 
 
 def start_workers(world_size: int, spec: dict[str, Any], method: str | None) -> Workers:
-    """Start the ranks; method "fork" (from the fork server), "spawn", or None for the best there is."""
+    """Start the ranks; method "fork" (from the fork server), "spawn", or None for the best there
+    is.
+    """
     method = method or ("fork" if hasattr(os, "fork") else "spawn")
     kinds = {"fork": ForkedWorkers, "spawn": SpawnedWorkers}
     if method not in kinds:

@@ -1,7 +1,7 @@
 """What every rank did, when, and how many bytes it sent: the evidence behind each chapter.
 
-Every collective writes one event; `span("forward")` writes one for computation. After a run the events
-of all ranks are merged into one `Trace`:
+Every collective writes one event; `span("forward")` writes one for computation. After a run the
+events of all ranks are merged into one `Trace`:
 
     rank 0  compute |  forward  |   backward    | optimizer |
             comm                     | all_reduce dp |
@@ -9,8 +9,8 @@ of all ranks are merged into one `Trace`:
             comm                       | all_reduce dp |
 
 `trace.ledger()` sums the bytes, `trace.save("run.json")` writes a file for https://ui.perfetto.dev,
-`show.timeline(trace)` draws it. Bytes follow the ring formulas of `link.wire_bytes`; times are seconds
-since the run began (all ranks of a machine share one clock).
+`show.timeline(trace)` draws it. Bytes follow the ring formulas of `link.wire_bytes`; times are
+seconds since the run began (all ranks of a machine share one clock).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The life of one rank: join the process group, then run what the notebook sends, until it hangs up.
+"""The life of one rank: join the process group, then run what the notebook sends, until it hangs
+up.
 
-Three kinds of things go back to the notebook over the rank's pipe: printed text as it comes, and at the end
-of a task either its result with the recorded events, or a description of the exception. A second thread
-listens to the pipe all the time: it answers "where are you?" while the rank hangs, and ends the process when the
-notebook is gone.
+Three kinds of things go back to the notebook over the rank's pipe: printed text as it comes, and at
+the end of a task either its result with the recorded events, or a description of the exception. A
+second thread listens to the pipe all the time: it answers "where are you?" while the rank hangs,
+and ends the process when the notebook is gone.
 """
 
 from __future__ import annotations
@@ -19,18 +20,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .board import FAILED, RETURNED, WORKING, Board, Mismatch
+from .board import FAILED, RETURNED, WAITING, WORKING, Board, Mismatch
+from .packing import pack, unpack
 from .runtime import CURRENT, Runtime
 from .trace import Recorder
 
@@ -45,7 +45,7 @@ class Pipe:
 
     def send(self, *message: Any) -> None:
         with self.lock:
-            self.connection.send_bytes(cloudpickle.dumps(message))
+            self.connection.send_bytes(pack(message))
 
 
 class RankText(io.TextIOBase):
@@ -68,10 +68,6 @@ class RankText(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    @property
-    def encoding(self) -> str:
-        return "utf-8"
-
 
 def main(rank: int, connection: Connection, spec: dict[str, Any]) -> None:
     """Run rank `rank` as `spec` says (see `pool.RankPool`), and end the process."""
@@ -80,7 +76,9 @@ def main(rank: int, connection: Connection, spec: dict[str, Any]) -> None:
     main_thread = threading.get_ident()
     try:
         set_up_process(rank, pipe, spec)
-        threading.Thread(target=listen, args=(connection, pipe, tasks, main_thread), daemon=True).start()
+        threading.Thread(
+            target=listen, args=(connection, pipe, tasks, main_thread), daemon=True
+        ).start()
         runtime = join(rank, spec)
         pipe.send("ready")
     except BaseException as error:
@@ -103,7 +101,7 @@ def set_up_process(rank: int, pipe: Pipe, spec: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout, sys.stderr = RankText(pipe, "out"), RankText(pipe, "err")
-    sys.stdin = open(os.devnull)
+    sys.stdin = open(os.devnull)  # noqa: SIM115  (for the life of the process)
     torch.set_num_threads(spec["threads"])  # before anything has started torch's pool
     seed = spec["seed"] + rank  # ranks differ: nothing may work only because they drew the same
     random.seed(seed)
@@ -136,7 +134,7 @@ def listen(connection: Connection, pipe: Pipe, tasks: queue.SimpleQueue, main_th
     """Take tasks from the notebook, say where the main thread is, end with the notebook."""
     while True:
         try:
-            message = cloudpickle.loads(connection.recv_bytes())
+            message = unpack(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
         if message[0] == "where":
@@ -147,43 +145,42 @@ def listen(connection: Connection, pipe: Pipe, tasks: queue.SimpleQueue, main_th
 
 def run_task(kind: str, payload: Any, pipe: Pipe, runtime: Runtime, names: dict[str, Any]) -> None:
     """Run one function or one cell, and report."""
-    rank = dist.get_rank()
-    runtime.recorder = Recorder(rank) if payload["trace"] else None
-    assert runtime.board is not None
-    runtime.board.state(WORKING)
+    rank, board = dist.get_rank(), runtime.board
+    assert board is not None
+    recorder = Recorder(rank)
+    runtime.recorder = recorder if payload["trace"] else None
+    board.state(WORKING)
     try:
-        if kind == "call":
-            fn, args = cloudpickle.loads(payload["call"])
-            value = on_cpu(fn(*args))
-        else:
-            value = run_cell(payload["source"], payload["name"], names, rank)
-        answer = cloudpickle.dumps(value)
-    except SystemExit as leave:
-        if leave.code:
-            return fail(pipe, runtime, rank, leave)
-        answer = cloudpickle.dumps(None)
+        value = None
+        try:
+            if kind == "call":
+                fn, args = unpack(payload["call"])
+                value = on_cpu(fn(*args))
+            else:
+                run_cell(payload["source"], payload["name"], names, rank)
+        except SystemExit as leave:  # sys.exit() is a return, sys.exit(1) a failure
+            if leave.code:
+                raise
+        answer = pack_answer(value)
     except BaseException as error:
-        return fail(pipe, runtime, rank, error)
-    events = runtime.recorder or Recorder(rank)
-    flush()
-    # After what was sent: whoever sees "returned" on the board will also find the result.
-    runtime.board.state(RETURNED)
-    pipe.send("returned", answer, list(events.events), events.truncated)
+        in_message = board.state_of(rank) == WAITING
+        flush()
+        board.state(FAILED)
+        pipe.send("failed", {**describe(error, rank), "in_message": in_message})
+    else:
+        flush()
+        board.state(RETURNED)
+        pipe.send("returned", answer, recorder.events, recorder.truncated)
 
 
-def fail(pipe: Pipe, runtime: Runtime, rank: int, error: BaseException) -> None:
-    description = describe(error, rank)
-    assert runtime.board is not None
-    description["in_message"] = bool(runtime.board.blockers(rank)) or waiting(runtime.board, rank)
-    flush()
-    runtime.board.state(FAILED)
-    pipe.send("failed", description)
-
-
-def waiting(board: Board, rank: int) -> bool:
-    from .board import WAITING
-
-    return bool(board.slots[rank]["state"] == WAITING)
+def pack_answer(value: Any) -> bytes:
+    try:
+        return pack(value)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__}, which cannot travel to the notebook "
+            f"({error}): return tensors, numbers, text, or lists and dicts of them"
+        ) from None
 
 
 def flush() -> None:
@@ -228,20 +225,19 @@ def stack(frame: FrameType | None) -> list[Frame]:
 
 
 def describe(error: BaseException, rank: int) -> dict[str, Any]:
-    """An exception as plain data: the notebook knows the source of its cells, this process does not."""
-    chain: BaseException | None = error
-    frames: list[Frame] = []
-    while chain and not frames:
-        frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(chain.__traceback__)]
-        chain = chain.__cause__
-    message: Callable[[], str] = error.__str__
+    """An exception as plain data: the notebook knows the source of its cells, this process does
+    not.
+    """
+    frames: list[Frame] = [
+        (f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)
+    ]
     if isinstance(error, SyntaxError):
         frames.append((error.filename or "", error.lineno or 0, ""))
     return {
         "rank": rank,
         "time": time.perf_counter(),
         "type": type(error).__name__,
-        "message": message(),
+        "message": str(error),
         "frames": frames,
         "mismatch": isinstance(error, Mismatch),
         "in_message": False,

@@ -1,0 +1,78 @@
+"""Messages from one rank to one other rank: N bytes for a message of N bytes.
+
+A send is a *rendezvous*: it ends when the other side receives. Two ranks that both send first wait
+for each other for ever, whatever the size, and so does a ring of them:
+
+    rank 0: send to 1, then receive          rank 0: send_recv(send to 1, receive from 1)
+    rank 1: send to 0, then receive          rank 1: send_recv(send to 0, receive from 0)
+            deadlock                                 both are under way at once: fine
+
+Pipelines and rings therefore use `send_recv`, one batched call for all of a rank's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import begin, copy_back, wire
+from .handle import Handle, describe
+from .mesh import Axis
+
+Send = tuple[Tensor, int]  # what, and to which place on the axis
+Receive = tuple[Tensor, int]  # into which buffer, and from which place on the axis
+
+
+def send_recv(
+    axis: Axis, sends: Sequence[Send] = (), receives: Sequence[Receive] = (), async_op: bool = False
+) -> Any:
+    """All of a rank's sends and receives in one call, so that no order of them can deadlock.
+
+    sends: (tensor, to which place); receives: (buffer, from which place); shapes and types of the
+    two ends must agree. Returns the filled buffers, or a Handle for them. Between one pair of ranks
+    messages match in the order given: on an axis of 2 the left neighbour *is* the right one.
+    """
+    return _point_to_point("send_recv", axis, sends, receives, async_op)
+
+
+def send(x: Tensor, axis: Axis, to: int, async_op: bool = False) -> Any:
+    """Send `x` to place `to`; blocks until its receive is posted there, at any size."""
+    return _point_to_point("send", axis, [(x, to)], [], async_op)
+
+
+def receive(buffer: Tensor, axis: Axis, source: int, async_op: bool = False) -> Any:
+    """Fill `buffer` with what place `source` sends; returns [buffer] or a Handle for it."""
+    return _point_to_point("receive", axis, [], [(buffer, source)], async_op)
+
+
+def _point_to_point(
+    operation: str, axis: Axis, sends: Sequence[Send], receives: Sequence[Receive], async_op: bool
+) -> Any:
+    for name, other in [("to", to) for _, to in sends] + [("from", at) for _, at in receives]:
+        if place(axis, name, other) == axis.ranks[axis.index]:
+            raise ValueError(f"{name}={other} is this rank itself: nothing need be sent")
+    out = [(wire(x), to) for x, to in sends]
+    into = [(wire(buffer), at) for buffer, at in receives]
+
+    def start() -> list[dist.Work]:
+        ops = [dist.P2POp(dist.isend, x, axis.ranks[to], axis.group) for x, to in out]
+        ops += [dist.P2POp(dist.irecv, x, axis.ranks[at], axis.group) for x, at in into]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def finish() -> list[Tensor]:
+        for (buffer, _), (data, _) in zip(receives, into):
+            if data.data_ptr() != buffer.data_ptr():
+                copy_back(buffer, data)
+        return [buffer for buffer, _ in receives]
+
+    messages = [("send", to, x) for x, to in sends] + [("receive", at, x) for x, at in receives]
+    parts = [f"send {describe(x)} to rank {axis.ranks[to]}" for x, to in sends]
+    parts += [f"receive {describe(x)} from rank {axis.ranks[at]}" for x, at in receives]
+    size = sum(x.nbytes for x, _ in (out or into))
+    handle = Handle(
+        axis, operation, ", ".join(parts), size, start, finish, messages, collective=False
+    )
+    return begin(handle, async_op)
