@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import begin, copy_back, wire
+from .collectives import begin, copy_back, place, wire
 from .handle import Handle, describe
 from .mesh import Axis
 
