@@ -25,6 +25,7 @@ from picotron_edu.show.ring import ring
 from picotron_edu.show.source import source
 from picotron_edu.show.timeline import timeline
 from picotron_edu.show.treemap import treemap
+from picotron_edu.show.widget import memory_widget
 
 __all__ = [
     "Row",
@@ -37,6 +38,7 @@ __all__ = [
     "ledger",
     "loss",
     "memory_steps",
+    "memory_widget",
     "mesh",
     "ring",
     "source",

@@ -21,6 +21,7 @@ from picotron_edu.show.palette import MEMORY_COLOURS, PAPER, RANK_COLOURS, TEXT,
 
 Breakdown = Mapping[str, "float | Mapping[str, float]"]
 Box = tuple[float, float, float, float]  # x, y, width, height; y grows downwards
+KEY: dict[str, Any] = {"handlelength": 1.0, "handletextpad": 0.4, "columnspacing": 1.1}
 MERGE_BELOW = 0.002  # of the total: smaller parts of one category share a box
 
 
@@ -82,7 +83,7 @@ def layout(breakdown: Breakdown, area: Box) -> list[Part]:
         for name, value in parts.items():
             if value < 0:
                 raise ValueError(f"{category} · {name} is {value}; bytes cannot be below 0")
-    total = sum(totals.values())
+    total = total_bytes(breakdown)
     if total <= 0:
         raise ValueError(f"the breakdown {dict(breakdown)} holds no bytes: nothing to draw")
     order = sorted((c for c in groups if totals[c] > 0), key=lambda c: -totals[c])
@@ -97,6 +98,12 @@ def layout(breakdown: Breakdown, area: Box) -> list[Part]:
             for name, place, colour in zip(names, inner, colours)
         ]
     return found
+
+
+def total_bytes(breakdown: Breakdown) -> float:
+    """All bytes of a breakdown together."""
+    values = breakdown.values()
+    return sum(sum(v.values()) if isinstance(v, Mapping) else float(v) for v in values)
 
 
 def _merged(parts: Mapping[str, float], smallest: float) -> dict[str, float]:
@@ -157,7 +164,7 @@ def treemap(breakdown: Breakdown, caption: str | None = None, title: str | None 
         sums = category_sums(parts)
         first = {part.category: part.colour for part in reversed(parts)}
         keys = [Patch(fc=first[c], label=f"{c} {size(value)}") for c, value in sums.items()]
-        figure.legend(handles=keys, loc="outside upper left", ncols=5, columnspacing=1.2)
+        figure.legend(handles=keys, loc="outside upper left", ncols=5, **KEY)
         return finish(figure, caption or _caption(sums, total))
 
 

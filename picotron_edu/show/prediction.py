@@ -1,0 +1,40 @@
+"""Prediction before measurement: what the reader said, what was counted, how far apart they are.
+
+    my_guess = 64                                   the reader commits to a number
+    show.prediction(my_guess, run.trace.wire_bytes(rank=0), "bytes")
+
+    you said 64 bytes, measured 96 bytes: 1.5 times what you said
+"""
+
+from picotron_edu.show.ledger import duration, number
+
+CLOSE = 1.1  # within this factor a guess at a measured quantity is right
+
+
+def prediction(yours: float, measured: float, unit: str = "") -> None:
+    """Print `yours` beside `measured` and the factor between them.
+
+    unit   "seconds" chooses a readable unit (µs, ms, s); any other is written after the numbers
+    """
+    for name, value in (("yours", yours), ("measured", measured)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: give a number")
+    print(f"you said {_text(yours, unit)}, measured {_text(measured, unit)}: ", end="")
+    print(verdict(yours, measured))
+
+
+def verdict(yours: float, measured: float) -> str:
+    """How far off: "exactly", "close", or the factor."""
+    if yours == measured:
+        return "exactly right"
+    if yours <= 0 or measured <= 0:
+        return f"{number(abs(measured - yours))} off"
+    factor = max(yours, measured) / min(yours, measured)
+    if factor < CLOSE:
+        return f"close, within {100 * (factor - 1):.2g} %"
+    times = f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
+    return f"{times} times {'more' if measured > yours else 'less'} than you said"
+
+
+def _text(value: float, unit: str) -> str:
+    return duration(value) if unit == "seconds" else f"{number(value)} {unit}".strip()
