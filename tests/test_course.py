@@ -11,12 +11,13 @@ from picotron_edu.course import (
     ExerciseError,
     assert_close,
     assert_messages,
+    call_pure,
     check,
     checking,
     exercise,
     run_on_ranks,
 )
-from picotron_edu.ranks import Event, Trace, all_reduce, world
+from picotron_edu.ranks import Event, Trace, all_reduce, send, world
 
 # ---- judging an answer ----
 
@@ -100,6 +101,22 @@ def test_assert_close_shows_one_place_of_a_long_tensor():
     assert said == "gradient: expected 0, got 5 at [2, 1]"
 
 
+def test_assert_close_knows_a_wrong_value_and_its_hint():
+    mistakes = {"a mean of means": 2.5, "nobody has values": float("nan"), "stacked": [[1.0, 2.0]]}
+    said = message(assert_close, 1.75, 2.5, mistakes=mistakes, hint="else")
+    assert said == "expected 1.75, got 2.5. Hint: a mean of means"
+    assert "Hint: nobody" in message(assert_close, 1.75, float("nan"), mistakes=mistakes)
+    assert "Hint: stacked" in message(assert_close, [1, 2], [[1, 2]], mistakes=mistakes)
+    assert "Hint: else" in message(assert_close, 1.75, 3.5, mistakes=mistakes, hint="else")
+
+
+def test_assert_close_insists_on_a_dtype_where_that_is_asked():
+    got = torch.tensor([1.0, 2.0])
+    assert_close([1, 2], got, dtype=torch.float32)
+    said = message(assert_close, [1, 2], got, dtype=torch.int64, rank=3)
+    assert said.startswith("expected torch.int64, got torch.float32 on rank 3. Hint: torch.empty_l")
+
+
 def test_assert_close_accepts_numbers_and_any_precision():
     assert_close(6, 6.0)
     assert_close([1, 2], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
@@ -124,7 +141,20 @@ def test_assert_messages_counts_kind_number_and_bytes_on_each_rank():
 
 def test_assert_messages_sees_a_rank_that_sent_nothing():
     said = message(assert_messages, run_with((0, "broadcast", 1.0)), {"broadcast": 1})
-    assert said == "expected 1 × broadcast, got no messages on rank 1"
+    assert said.startswith(
+        "expected 1 × broadcast, got no messages on rank 1. Hint: messages count"
+    )
+
+
+def test_assert_messages_knows_a_forbidden_message_and_a_factor_of_bytes():
+    run = run_with((0, "all_reduce", 8.0), (1, "all_reduce", 8.0))
+    hints = {"all_reduce": "not this one", 2: "padding"}
+    said = message(assert_messages, run, {"all_gather": 1}, hints=hints, hint="else")
+    assert said.endswith("got 1 × all_reduce on rank 0. Hint: not this one")
+    said = message(assert_messages, run, {"all_reduce": 1}, wire_bytes=4, hints=hints, hint="else")
+    assert said.endswith("got 8 on rank 0. Hint: padding")
+    said = message(assert_messages, run, {"all_reduce": 1}, wire_bytes=5, hints=hints, hint="else")
+    assert said.endswith("got 8 on rank 0. Hint: else")
 
 
 # ---- on real ranks ----
@@ -170,6 +200,26 @@ def test_ranks_that_wait_for_ever_are_told_who_waits_where():
         if world().index == 0:
             all_reduce(torch.ones(1), world())
 
-    said = message(run_on_ranks, rank_1_never_comes, 2, timeout=5)
+    said = message(run_on_ranks, rank_1_never_comes, 2, timeout=5, hint="come along")
     assert said.startswith("on 2 ranks, ")
     assert "rank 0 waits in all_reduce" in said and "rank 1 has returned" in said
+    assert said.endswith(". Hint: come along")
+
+
+def test_ranks_that_wait_in_the_same_line_stand_together():
+    def all_send_first():
+        send(torch.ones(1), world(), to=(world().index + 1) % 3)  # this line
+
+    said = message(run_on_ranks, all_send_first, 3, timeout=5)
+    assert "wait for each other for ever: ranks 0, 1, 2 wait in send at " in said
+
+
+def test_a_function_that_changes_its_input_is_told_from_what_to_what():
+    def in_place(x):
+        return all_reduce(x, world())
+
+    assert run_on_ranks(lambda: call_pure(torch.neg, torch.ones(1)).item(), 2).values == [-1, -1]
+    said = message(run_on_ranks, lambda: call_pure(in_place, torch.ones(1)), 2)
+    assert said.startswith(
+        "your function changed its input from [1] to [2] on rank 0. Hint: all_re"
+    )
