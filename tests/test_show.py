@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 from nbclient import NotebookClient
 
-from picotron_edu import show
+from picotron_edu import memory, show
 from picotron_edu.presets import PRESETS
 from picotron_edu.ranks.trace import Event, Trace
 from picotron_edu.show.blocks import contributors
@@ -120,6 +120,15 @@ PICTURES = {
         [64, 128, 256], {1: [2e6, 4e6, 8e6], 2: [4e6, 8e6, 16e6]}, formula={1: [2e6, 4e6, 8e6]}
     ),
     "treemap": lambda: show.treemap(BREAKDOWN),
+    "treemap of tiny": lambda: show.treemap(
+        show.memory_breakdown(PRESETS["tiny"], 8, 256, gpu=False), title="tiny on a CPU"
+    ),
+    "treemap of 8B": lambda: show.treemap(
+        show.memory_breakdown(PRESETS["llama-3-8b"], 1, 4096, recompute="none")
+    ),
+    "treemap of 70B": lambda: show.treemap(
+        show.memory_breakdown(PRESETS["llama-3-70b"], 1, 8192, recompute="full")
+    ),
     "bars": lambda: show.bars({"before": 812e6, "after, with a long name": 331e6}, unit="bytes"),
     "loss": lambda: show.loss([5.5 - 0.01 * i for i in range(100)]),
     "two losses": lambda: show.loss({"one rank": [5.0, 4.0], "4 ranks": [5.0, 4.0]}),
@@ -598,6 +607,35 @@ def test_treemap_refuses_negative_and_empty_breakdowns():
         show.treemap({"parameters": 0})
 
 
+def test_breakdown_adds_up_to_the_formulas_of_a_step():
+    config = PRESETS["llama-3.2-1b"]
+    count = config.num_parameters()
+    found = show.memory_breakdown(config, 2, 1024, precision="bf16", fp32_gradients=False)
+    assert found["parameters"] == found["gradients"] == 2 * count
+    assert sum(found["optimizer states"].values()) == 12 * count
+    kept = memory.activation_bytes(config, 2, 1024, torch.bfloat16, gpu=True)
+    assert sum(found["activations"].values()) == kept
+    wide = show.memory_breakdown(config, 2, 1024, precision="fp32", gpu=False)
+    assert sum(sum(v.values()) if isinstance(v, dict) else v for v in wide.values()) == (
+        16 * count + memory.activation_bytes(config, 2, 1024, torch.float32, gpu=False)
+    )
+
+
+def test_recomputing_keeps_less_and_nothing_but_activations_changes():
+    def kept(recompute, sequence=8192):
+        found = show.memory_breakdown(PRESETS["llama-3-8b"], 1, sequence, recompute=recompute)
+        return found.pop("activations"), found
+
+    none, selective, full = kept("none"), kept("selective"), kept("full")
+    assert none[1] == selective[1] == full[1]
+    assert none[0].pop("attention scores") == 2 * 32 * 8192**2 * 32  # bytes · heads · S² · layers
+    assert none[0] == selective[0]
+    assert full[0].pop("inputs of other layers") == 2 * 8192 * 4096 * 31
+    assert full[0]["feed-forward"] == selective[0]["feed-forward"] / 32
+    with pytest.raises(ValueError, match="recompute is none, selective or full, got 'some'"):
+        kept("some")
+
+
 # ---- widget --------------------------------------------------------------------------------
 
 
@@ -650,6 +688,16 @@ def test_widget_explains_an_illegal_combination_and_keeps_the_last_picture():
     assert picture.value == before
     control(widget, "kv heads").value = 4
     assert "not possible" not in message.value and picture.value != before
+
+
+def test_widget_has_real_formulas_and_all_five_models():
+    widget = memory_widget()
+    for name in control(widget, "model").options:
+        control(widget, "model").value = name
+        assert f"{PRESETS[name].num_parameters():,} parameters" in widget.children[2].value
+    for way in ("none", "full", "selective"):
+        control(widget, "recompute").value = way
+        assert "not possible" not in widget.children[2].value
 
 
 def test_widget_draws_once_per_preset():

@@ -9,13 +9,14 @@
     show.collective(name, before, after) what an operation did to the data;  show.ring(steps)
     show.alpha_beta(sizes, seconds)      latency and bandwidth
     show.memory_steps(records)           memory through a step;  show.activations, show.treemap
-    show.memory_widget()                 the treemap with sliders
+    show.memory_breakdown(config, …)     bytes for the treemap;  show.memory_widget() with sliders
     show.bars(values)  show.loss(history)
 
 Every picture has a caption, appears once, and takes its colours from `palette.py`.
 """
 
 from picotron_edu.show.bars import bars, loss
+from picotron_edu.show.breakdown import memory_breakdown
 from picotron_edu.show.collectives import collective
 from picotron_edu.show.cost import alpha_beta, fit_alpha_beta
 from picotron_edu.show.ledger import Row, compare, ledger
@@ -37,6 +38,7 @@ __all__ = [
     "fit_alpha_beta",
     "ledger",
     "loss",
+    "memory_breakdown",
     "memory_steps",
     "memory_widget",
     "mesh",

@@ -58,14 +58,16 @@ def block(
     them. No rank at all means that nobody's data explain the content: grey and dotted.
     """
     stripe = width / max(1, len(ranks))
+    plain: dict[str, Any] = {"ec": "none", "in_layout": False}
     top = y + (1 - band) * height
     for i, rank in enumerate(ranks):
         left = x + i * stripe
-        ax.add_patch(Rectangle((left, top), stripe, band * height, fc=rank_colour(rank), ec="none"))
-    look: dict[str, Any] = {"fc": "none"} if ranks else {"fc": "#EEEEEE", "hatch": "...."}
-    ax.add_patch(Rectangle((x, y), width, height, ec=TEXT, lw=0.9, label="block", **look))
+        ax.add_patch(Rectangle((left, top), stripe, band * height, fc=rank_colour(rank), **plain))
+    look: dict[str, Any] = {"ec": TEXT, "lw": 0.9, "label": "block", "in_layout": False}
+    look |= {"fc": "none"} if ranks else {"fc": "#EEEEEE", "hatch": "...."}
+    ax.add_patch(Rectangle((x, y), width, height, **look))
     paper = {"boxstyle": "round,pad=0.18", "fc": PAPER, "ec": "none", "alpha": 0.93}
-    place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": font}
+    place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": font, "in_layout": False}
     if band == 1.0:
         ax.text(x + width / 2, y + height / 2, text, bbox=paper, **place)
     else:

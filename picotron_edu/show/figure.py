@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from picotron_edu.show.palette import FRAME, PAPER, TEXT
 
 WIDTH = 9.0  # inches: the width of a notebook cell at 96 pixels an inch
 PIXELS_PER_INCH = 96
-SHARPNESS = 1.5  # image pixels a screen pixel
+DOTS_PER_INCH = 144  # of the image: sharp on a screen that shows it smaller
 
 # The first picture on a new machine builds matplotlib's font cache, with a warning on stderr.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
@@ -72,7 +73,7 @@ def style() -> Iterator[None]:
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
     """An empty figure, sizes in inches; its parts are laid out so that no label is cut off."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
 
 
 class Picture:
@@ -85,13 +86,13 @@ class Picture:
     def png(self) -> bytes:
         buffer = BytesIO()
         with style():
-            self.figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH * SHARPNESS)
+            FigureCanvasAgg(self.figure).print_png(buffer)
         return buffer.getvalue()
 
     def save(self, path: str | Path) -> None:
         """Write the picture to `path`; the ending (.png, .svg, .pdf) chooses the format."""
         with style():
-            self.figure.savefig(path, dpi=2 * PIXELS_PER_INCH)
+            self.figure.savefig(path, dpi=DOTS_PER_INCH)
 
     def _ipython_display_(self) -> None:
         """Nothing: `finish` has shown it already."""

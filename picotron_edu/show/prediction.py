@@ -1,9 +1,9 @@
 """Prediction before measurement: what the reader said, what was counted, how far apart they are.
 
-    my_guess = 64                                   the reader commits to a number
-    show.prediction(my_guess, run.trace.wire_bytes(rank=0), "bytes")
+my_guess = 64                                   the reader commits to a number
+show.prediction(my_guess, run.trace.wire_bytes(rank=0), "bytes")
 
-    you said 64 bytes, measured 96 bytes: 1.5 times what you said
+you said 64 bytes, measured 96 bytes: 1.5 times what you said
 """
 
 from picotron_edu.show.ledger import duration, number
@@ -33,7 +33,9 @@ def verdict(yours: float, measured: float) -> str:
     if factor < CLOSE:
         return f"close, within {100 * (factor - 1):.2g} %"
     times = f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
-    return f"{times} times {'more' if measured > yours else 'less'} than you said"
+    return (
+        f"{times} times what you said" if measured > yours else f"you said {times} times too much"
+    )
 
 
 def _text(value: float, unit: str) -> str:

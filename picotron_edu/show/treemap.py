@@ -8,7 +8,6 @@
 then go on with the rest.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,18 +134,19 @@ def treemap(breakdown: Breakdown, caption: str | None = None, title: str | None 
 
     Boxes too small for their name are listed under the picture, with their colour.
     """
-    width, height, line = WIDTH - 0.3, 3.6, 0.21  # inches
+    width, height = WIDTH - 0.3, 3.6  # inches
     parts = layout(breakdown, (0, 0, width, height))
     total = sum(part.bytes for part in parts)
     labels = [_fitting(part) for part in parts]
     unnamed = [part for part, label in zip(parts, labels) if label is None]
-    list_height = line * math.ceil(len(unnamed) / 3) + 0.06 * bool(unnamed)
+    listed = _listed(unnamed, width)
+    list_height = max((y for _, y, _ in listed), default=-0.21) + 0.21 + 0.06 * bool(listed)
     with style():
         figure = new_figure(height=height + 1.15 + list_height)
         ax = figure.add_subplot()
         ax.set(xlim=(0, width), ylim=(height + list_height, 0))
         ax.set_axis_off()
-        ax.set_title(title or f"{size(total)} in all")
+        ax.set_title(f"{title}: {size(total)}" if title else f"{size(total)} in all")
         for part, label in zip(parts, labels):
             x, y, wide, tall = part.box
             box = Rectangle((x, y), wide, tall, fc=part.colour, ec=PAPER, lw=1.2, label=part.label)
@@ -155,17 +155,28 @@ def treemap(breakdown: Breakdown, caption: str | None = None, title: str | None 
                 text, font = label
                 place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": font}
                 ax.text(x + wide / 2, y + tall / 2, text, color=ink(part.colour), **place)
-        for i, part in enumerate(unnamed):
-            x, y = (i % 3) * width / 3, height + 0.06 + line * (i // 3)
+        for part, (x, y, text) in zip(unnamed, listed):
+            y += height + 0.06
             ax.add_patch(Rectangle((x, y + 0.04), 0.13, 0.13, fc=part.colour, ec=TEXT, lw=0.5))
-            ax.text(
-                x + 0.2, y + 0.105, f"{part.label}: {size(part.bytes)}", fontsize=9, va="center"
-            )
+            ax.text(x + 0.2, y + 0.105, text, fontsize=9, va="center")
         sums = category_sums(parts)
         first = {part.category: part.colour for part in reversed(parts)}
         keys = [Patch(fc=first[c], label=f"{c} {size(value)}") for c, value in sums.items()]
         figure.legend(handles=keys, loc="outside upper left", ncols=5, **KEY)
         return finish(figure, caption or _caption(sums, total))
+
+
+def _listed(parts: Sequence[Part], width: float) -> list[tuple[float, float, str]]:
+    """Place and text of the parts named under the picture: as many a line as there is room for."""
+    x, y, found = 0.0, 0.0, []
+    for part in parts:
+        text = f"{part.name}: {size(part.bytes)}"
+        needed = 0.45 + 0.075 * len(text)
+        if x > 0 and x + needed > width:
+            x, y = 0.0, y + 0.21
+        found.append((x, y, text))
+        x += needed
+    return found
 
 
 def category_sums(parts: Sequence[Part]) -> dict[str, float]:
@@ -180,11 +191,10 @@ def _fitting(part: Part) -> tuple[str, float] | None:
     """The label that fits into the box and its font size; None if none does."""
     _, _, width, height = part.box
     amount = size(part.bytes)
-    for font in (12.0, 10.5, 9.0, 8.0):
-        for lines in ([part.name, amount], [f"{part.name} {amount}"], [part.name]):
-            longest = max(len(line) for line in lines)
-            fits_across = longest * font * 0.62 / 72 + 0.1 <= width
-            if fits_across and len(lines) * font * 1.4 / 72 + 0.05 <= height:
+    for font in (12.0, 10.5, 9.0, 8.5):
+        for lines in ([part.name, amount], [f"{part.name} {amount}"], [*part.name.split(), amount]):
+            across = max(len(line) for line in lines) * font * 0.62 / 72 + 0.1
+            if across <= width and len(lines) * font * 1.4 / 72 + 0.05 <= height:
                 return "\n".join(lines), font
     return None
 

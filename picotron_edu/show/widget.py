@@ -16,6 +16,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from picotron_edu.presets import PRESETS, LlamaConfig
+from picotron_edu.show.breakdown import memory_breakdown
 from picotron_edu.show.ledger import size
 from picotron_edu.show.palette import ink
 from picotron_edu.show.treemap import Breakdown, Part, category_sums, layout, percent, total_bytes
@@ -37,7 +38,7 @@ SEQUENCES = [2**power for power in range(6, 18)]  # 64 … 131,072 tokens
 
 
 def memory_widget(
-    breakdown: Callable[..., Breakdown],
+    breakdown: Callable[..., Breakdown] = memory_breakdown,
     presets: Mapping[str, LlamaConfig] = PRESETS,
     start: str = "llama-3.2-1b",
 ) -> widgets.VBox:
@@ -57,9 +58,9 @@ def memory_widget(
     batch = widgets.IntSlider(value=1, min=1, max=64, description="batch")
     sequence = widgets.SelectionSlider(options=SEQUENCES, value=4096, description="sequence")
     precision = widgets.ToggleButtons(options=["bf16", "fp32"], description="precision")
-    fp32_gradients = widgets.Checkbox(description="fp32 gradients", indent=False)
+    fp32_gradients = widgets.Checkbox(value=True, description="fp32 gradients", indent=False)
     recompute = widgets.ToggleButtons(
-        options=["none", "selective", "full"], description="recompute"
+        options=["none", "selective", "full"], value="selective", description="recompute"
     )
     message = widgets.HTML()
     picture = widgets.HTML()
