@@ -29,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .slots import GROUPS, HISTORY, OPPOSITE, slot_type
+
 WORKING, WAITING, RETURNED, FAILED = 1, 2, 3, 4  # the state of a rank
-GROUPS = 32  # axes one rank can talk over
-HISTORY = 8  # calls remembered per axis or neighbour: ranks are never further apart
 
 
 class Mismatch(RuntimeError):
@@ -57,38 +57,6 @@ class Wait:
         )
 
 
-def slot_type(world_size: int) -> np.dtype:
-    """The layout of one rank's slot."""
-    group = np.dtype(
-        [
-            ("key", "u4"),
-            ("members", "u1", (world_size,)),
-            ("calls", "i8"),  # calls made so far
-            ("signature", "u4", (HISTORY,)),
-            ("entered", "f8", (HISTORY,)),  # when each of the last calls was made
-            ("waiting", "i8"),  # the call it is blocked in, 0 for none
-        ]
-    )
-    per_rank = (world_size,)
-    return np.dtype(
-        [
-            ("state", "i8"),
-            ("version", "i8"),  # changes with every note: proves that nothing moved
-            ("since", "f8"),
-            ("what", "S160"),
-            ("axis", "S40"),
-            ("line", "S200"),
-            ("groups", group, (GROUPS,)),
-            ("sends", "i8", per_rank),  # messages posted to each rank
-            ("receives", "i8", per_rank),
-            ("send_signature", "u4", (world_size, HISTORY)),
-            ("receive_signature", "u4", (world_size, HISTORY)),
-            ("needs_receives", "i8", per_rank),  # blocked until that rank has posted so many
-            ("needs_sends", "i8", per_rank),
-        ]
-    )
-
-
 def checksum(text: str) -> int:
     return zlib.crc32(text.encode()) or 1
 
@@ -100,126 +68,161 @@ class Board:
         dtype = slot_type(world_size)
         if not path.exists():
             path.write_bytes(bytes(dtype.itemsize * world_size))
-        self.slots = np.memmap(path, dtype=dtype, mode="r+", shape=(world_size,))
+        # a plain array over the shared memory: np.memmap's own indexing is ten times slower
+        self.slots = np.asarray(np.memmap(path, dtype=dtype, mode="r+", shape=(world_size,)))
+        self.columns = {name: self.slots[name] for name in dtype.names or ()}
         self.world_size = world_size
+        self.places: dict[tuple[int, int], int] = {}  # (rank, axis key) → place among its axes
         if rank is not None:
-            self.rank, self.mine = rank, self.slots[rank]
-            self.index: dict[int, int] = {}  # axis key → place among my groups
+            self.rank = rank
 
     # ---- written by the rank ---------------------------------------------------------------
 
     def state(self, state: int) -> None:
-        self.mine["state"] = state
-        self.mine["since"] = time.perf_counter()
-        self.mine["version"] += 1
+        column, me = self.columns, self.rank
+        column["state"][me] = state
+        column["since"][me] = time.perf_counter()
+        column["version"][me] += 1
 
     def note(self, what: str, axis: str, line: str) -> None:
         """What this rank is about to do, for the report."""
-        self.mine["what"], self.mine["axis"] = what.encode()[:160], axis.encode()[:40]
-        self.mine["line"] = line.encode()[-200:]
+        column, me = self.columns, self.rank
+        column["what"][me], column["axis"][me] = what.encode()[:160], axis.encode()[:40]
+        column["line"][me] = line.encode()[-200:]
 
     def enter(self, axis: str, ranks: Sequence[int], what: str) -> tuple[int, int]:
         """Note the next call on this axis; raises Mismatch if a peer's same call differs."""
-        key = checksum(f"{axis}{tuple(ranks)}")
-        place = self.index.get(key)
+        column, me = self.columns, self.rank
+        key, signature = checksum(f"{axis}{tuple(ranks)}"), checksum(what)
+        place = self.place_of(me, key)
         if place is None:
-            place = self.index[key] = len(self.index)
-            if place == GROUPS:
-                raise RuntimeError(f"one rank talks over more than {GROUPS} axes")
-            self.mine["groups"][place]["members"][list(ranks)] = 1
-            self.mine["groups"][place]["key"] = key
-        mine = self.mine["groups"][place]
-        call = int(mine["calls"]) + 1
-        mine["signature"][call % HISTORY] = checksum(what)
-        mine["entered"][call % HISTORY] = time.perf_counter()
-        mine["calls"] = call
-        self.mine["version"] += 1
+            place = self.new_place(key, ranks)
+        call = int(column["calls"][me, place]) + 1
+        column["signature"][me, place, call % HISTORY] = signature
+        column["entered"][me, place, call % HISTORY] = time.perf_counter()
+        column["calls"][me, place] = call
+        column["version"][me] += 1
         for peer in ranks:
-            other = self.group_of(peer, key)
-            if peer == self.rank or other is None or not call <= other["calls"] < call + HISTORY:
+            theirs = self.place_of(peer, key)
+            if theirs is None or not call <= column["calls"][peer, theirs] < call + HISTORY:
                 continue
-            if other["signature"][call % HISTORY] != checksum(what):
+            if column["signature"][peer, theirs, call % HISTORY] != signature:
                 raise Mismatch(f"rank {peer} makes another call than {what} over axis '{axis}'")
         return place, call
 
+    def new_place(self, key: int, ranks: Sequence[int]) -> int:
+        (free,) = np.nonzero(self.columns["key"][self.rank] == 0)
+        if not len(free):
+            raise RuntimeError(
+                f"rank {self.rank} talks over more than {GROUPS} axes: make a Mesh once and use it "
+                f"again"
+            )
+        place = int(free[0])
+        self.columns["members"][self.rank, place, list(ranks)] = 1
+        self.columns["key"][self.rank, place] = key
+        return place
+
     def post(self, peer: int, kind: str, what: str) -> tuple[str, int, int]:
-        """Note one send to, or receive from, `peer`; both ends must agree on shape and dtype."""
-        counts, signatures = f"{kind}s", f"{kind}_signature"
-        number = int(self.mine[counts][peer]) + 1
-        self.mine[signatures][peer][number % HISTORY] = checksum(what)
-        self.mine[counts][peer] = number
-        self.mine["version"] += 1
-        opposite = "receive" if kind == "send" else "send"
-        posted = int(self.slots[peer][f"{opposite}s"][self.rank])
-        signature = self.slots[peer][f"{opposite}_signature"][self.rank][number % HISTORY]
-        if number <= posted < number + HISTORY and signature != checksum(what):
-            raise Mismatch(f"rank {peer} {opposite}s another shape or dtype than {what}")
-        return f"needs_{opposite}s", peer, number
+        """Note one message to or from `peer`, of a `kind` in OPPOSITE; both ends must agree."""
+        column, me, signature = self.columns, self.rank, checksum(what)
+        number = int(column[f"{kind} count"][me, peer]) + 1
+        column[f"{kind} signature"][me, peer, number % HISTORY] = signature
+        column[f"{kind} posted"][me, peer, number % HISTORY] = time.perf_counter()
+        column[f"{kind} count"][me, peer] = number
+        column["version"][me] += 1
+        other = OPPOSITE[kind]
+        count = column[f"{other} count"][peer, me]
+        theirs = column[f"{other} signature"][peer, me, number % HISTORY]
+        if number <= count < number + HISTORY and theirs != signature:
+            raise Mismatch(f"rank {me} {kind}s {what}, rank {peer} {other}s something else")
+        return kind, peer, number
 
     def block(self, group: tuple[int, int] | None, messages: list[tuple[str, int, int]]) -> None:
         """From now on this rank waits for that call of an axis, or for those messages."""
+        column, me = self.columns, self.rank
         if group:
-            self.mine["groups"][group[0]]["waiting"] = group[1]
-        for needs, peer, number in messages:
-            self.mine[needs][peer] = max(self.mine[needs][peer], number)
+            column["waiting"][me, group[0]] = group[1]
+        for kind, peer, number in messages:
+            waiting = column[f"{kind} waiting"]
+            waiting[me, peer] = max(waiting[me, peer], number)
         self.state(WAITING)
 
     def unblock(self, group: tuple[int, int] | None, messages: list[tuple[str, int, int]]) -> None:
         if group:
-            self.mine["groups"][group[0]]["waiting"] = 0
-        for needs, peer, _ in messages:
-            self.mine[needs][peer] = 0
+            self.columns["waiting"][self.rank, group[0]] = 0
+        for kind, peer, _ in messages:
+            self.columns[f"{kind} waiting"][self.rank, peer] = 0
         self.state(WORKING)
 
     # ---- read by anybody -------------------------------------------------------------------
 
-    def group_of(self, rank: int, key: int) -> np.void | None:
-        groups = self.slots[rank]["groups"]
-        (places,) = np.nonzero(groups["key"] == key)
-        return groups[places[0]] if len(places) else None
+    def place_of(self, rank: int, key: int) -> int | None:
+        """Where `rank` has noted the axis `key`; None if it has not used it yet."""
+        if (rank, key) not in self.places:
+            (found,) = np.nonzero(self.columns["key"][rank] == key)
+            if not len(found):
+                return None
+            self.places[rank, key] = int(found[0])
+        return self.places[rank, key]
 
-    def last_to_enter(self, ranks: Sequence[int], place: int, call: int) -> tuple[int, float]:
-        """Which rank made this call last, and when."""
-        key = int(self.mine["groups"][place]["key"])
-        times = {}
-        for rank in ranks:
-            group = self.group_of(rank, key)
-            if group is not None and call <= group["calls"] < call + HISTORY:
-                times[rank] = float(group["entered"][call % HISTORY])
-        rank = max(times, key=lambda r: times[r])
-        return rank, times[rank]
+    def entries(
+        self,
+        ranks: Sequence[int],
+        group: tuple[int, int] | None,
+        messages: list[tuple[str, int, int]],
+    ) -> dict[int, float | None]:
+        """When each rank made the call `group` (else: posted its end of `messages`); None for not
+        yet, 0 for so long ago that it is forgotten.
+        """
+        column, me = self.columns, self.rank
+        times: dict[int, float | None] = {}
+
+        def note(rank: int, number: int, count: int, posted: np.ndarray) -> None:
+            time = float(posted[number % HISTORY]) if count < number + HISTORY else 0.0
+            before = times.get(rank, 0.0)
+            times[rank] = None if count < number or before is None else max(time, before)
+
+        if group:
+            key, call = int(column["key"][me, group[0]]), group[1]
+            for rank in ranks:
+                at = self.place_of(rank, key)
+                count = 0 if at is None else int(column["calls"][rank, at])
+                note(rank, call, count, column["entered"][rank, at or 0])
+            return times
+        for kind, peer, number in messages:
+            for name, rank, to in ((kind, me, peer), (OPPOSITE[kind], peer, me)):
+                count = int(column[f"{name} count"][rank, to])
+                note(rank, number, count, column[f"{name} posted"][rank, to])
+        return times
 
     def state_of(self, rank: int) -> int:
-        return int(self.slots[rank]["state"])
+        return int(self.columns["state"][rank])
 
     def blockers(self, rank: int) -> set[int]:
         """The ranks that have not yet done what `rank` waits for; empty if it does not wait."""
-        slot = self.slots[rank]
-        if slot["state"] != WAITING:
-            return set()
-        late = set()
-        for group in slot["groups"][slot["groups"]["waiting"] > 0]:
-            for peer in np.nonzero(group["members"])[0].tolist():
-                other = self.group_of(peer, int(group["key"]))
-                if other is None or other["calls"] < group["waiting"]:
+        column = self.columns
+        late: set[int] = set()
+        if self.state_of(rank) != WAITING:
+            return late
+        for place in np.nonzero(column["waiting"][rank])[0]:
+            key, call = int(column["key"][rank, place]), column["waiting"][rank, place]
+            for peer in np.nonzero(column["members"][rank, place])[0].tolist():
+                at = self.place_of(peer, key)
+                if at is None or column["calls"][peer, at] < call:
                     late.add(peer)
-        for peer in range(self.world_size):
-            theirs = self.slots[peer]
-            if (
-                slot["needs_receives"][peer] > theirs["receives"][rank]
-                or slot["needs_sends"][peer] > theirs["sends"][rank]
-            ):
-                late.add(peer)
+        for kind, other in OPPOSITE.items():
+            behind = column[f"{kind} waiting"][rank] > column[f"{other} count"][:, rank]
+            late |= set(np.nonzero(behind)[0].tolist())
         return late
 
     def deadlock(self) -> tuple[tuple[int, int], ...]:
         """The (rank, version) of all ranks that can never go on; the same twice is a proof."""
-        gone = {r for r, slot in enumerate(self.slots) if slot["state"] in (RETURNED, FAILED)}
+        gone = {r for r in range(self.world_size) if self.state_of(r) in (RETURNED, FAILED)}
         waits_for = {r: self.blockers(r) for r in range(self.world_size)}
         stuck = {r for r, late in waits_for.items() if late}
         while freed := {r for r in stuck if not waits_for[r] & (stuck | gone)}:
             stuck -= freed
-        return tuple((r, int(self.slots[r]["version"])) for r in sorted(stuck))
+        return tuple((r, int(self.columns["version"][r])) for r in sorted(stuck))
 
     def report(self) -> list[Wait]:
         """What every rank is doing now; of a failed one, the message it failed in."""

@@ -11,10 +11,10 @@ Messages between two ranks are in `point_to_point.py`, the autograd versions in 
 
 Each takes an `Axis` and is a no-op when its size is 1. What torch leaves to the caller is done here
 once: strided tensors are copied to contiguous ones and back (gloo reads them wrongly, silently);
-fp8 travels as bytes; shapes and types are compared before anything is sent; sources are places on
-the axis, never global ranks; old and new torch names are bridged. With `async_op=True` a `Handle`
-is returned: compute, then `handle.wait()` for the result. Each message leaves one event in the
-trace.
+fp8 travels as bytes; empty tensors do not travel at all (gloo hangs on some); shapes and types are
+compared before anything is sent; sources are places on the axis, never global ranks; old and new
+torch names are bridged. With `async_op=True` a `Handle` is returned: compute, then `handle.wait()`
+for the result. Each message leaves one event in the trace.
 
 Source: torch.distributed; ring bytes from Patarasuk and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009, section 3.
@@ -29,17 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checks import OPS, divisible, is_fp8, place, reducible, row_counts, which_dim, writable
 from .handle import Arrived, Handle, describe
 from .mesh import Axis
 
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # then divided here: not every backend has an average
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # torch has renamed these two; whichever exists is the same call
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -48,30 +41,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def wire(x: Tensor) -> Tensor:
     """`x` as it may travel: without history, contiguous, fp8 seen as bytes."""
     x = x.detach().contiguous()
-    return x.view(torch.uint8) if x.dtype in FP8 else x
+    return x.view(torch.uint8) if is_fp8(x) else x
 
 
-def reducible(x: Tensor, op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"op={op!r}: must be one of {', '.join(OPS)}")
-    if x.dtype in FP8:
-        raise ValueError(
-            f"{x.dtype} cannot be summed in 8 bits: convert to bfloat16 or float32 first"
-        )
-    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(
-            f"op='avg' on {x.dtype}: an average of integers is not an integer, use 'sum'"
-        )
-
-
-def place(axis: Axis, name: str, place: int) -> int:
-    """Check a place on the axis; returns its global rank."""
-    if not 0 <= place < axis.size:
-        raise ValueError(
-            f"{name}={place}: axis '{axis.name}' has places 0 to {axis.size - 1} "
-            f"(a place on the axis, not a global rank; it holds the ranks {axis.ranks})"
-        )
-    return axis.ranks[place]
+def copy_back(x: Tensor, data: Tensor) -> Tensor:
+    """Bring what came back into `x`, if `data` is not the memory of `x` itself."""
+    if data.data_ptr() != x.data_ptr():
+        with torch.no_grad():
+            x.copy_(data.view(x.dtype))
+    return x
 
 
 def begin(handle: Handle, async_op: bool) -> Any:
@@ -88,69 +66,64 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
     op: "sum", "avg", "max", "min" or "prod". Returns `x`, or a Handle whose wait() returns it.
     """
     reducible(x, op)
-    if axis.size == 1 or x.numel() == 0:
+    writable(x)
+    if axis.size == 1:
         return at_once(x, async_op)
     data = wire(x)  # the memory of x itself, unless x is strided
 
     def start() -> list[dist.Work | None]:
+        if not data.numel():
+            return []
         return [dist.all_reduce(data, OPS[op], group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
-        if op == "avg":
-            data.div_(axis.size)
-        return x if data.data_ptr() == x.data_ptr() else copy_back(x, data)
+        return copy_back(x, data.div_(axis.size) if op == "avg" else data)
 
     what = f"all_reduce({describe(x)}, {op})"
     return begin(Handle(axis, "all_reduce", what, data.nbytes, start, finish), async_op)
 
 
-def copy_back(x: Tensor, data: Tensor) -> Tensor:
-    with torch.no_grad():
-        return x.copy_(data.view(x.dtype))
-
-
 def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x`, in place, with the `x` of place `src` on the axis. Returns `x` or a Handle."""
     source = place(axis, "src", src)
-    if axis.size == 1 or x.numel() == 0:
+    writable(x)
+    if axis.size == 1:
         return at_once(x, async_op)
     data = wire(x)
 
     def start() -> list[dist.Work | None]:
+        if not data.numel():
+            return []
         return [dist.broadcast(data, source, group=axis.group, async_op=True)]
 
-    def finish() -> Tensor:
-        return x if data.data_ptr() == x.data_ptr() else copy_back(x, data)
-
     what = f"broadcast({describe(x)}, src={src})"
-    return begin(Handle(axis, "broadcast", what, data.nbytes, start, finish), async_op)
+    handle = Handle(axis, "broadcast", what, data.nbytes, start, lambda: copy_back(x, data))
+    return begin(handle, async_op)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Any:
     """All ranks' `x`, concatenated along `dim` in the order of the axis; equal shapes everywhere.
 
-    Returns a new tensor, `dim` being `axis.size` times as long, or a Handle for it.
+    Returns a new tensor, `dim` being `axis.size` times as long, or a Handle for it. A single number
+    a rank becomes a vector.
     """
-    if axis.size == 1 or x.numel() == 0:
-        whole = x.detach() if axis.size == 1 else torch.cat([x.detach()] * axis.size, dim)
-        return at_once(whole.clone(), async_op)
-    data = wire(x)
+    dim = which_dim(x, dim)
+    data = wire(x if x.dim() else x.view(1))
+    if axis.size == 1:
+        return at_once(data.view(x.dtype).clone(), async_op)
     parts = data.new_empty(axis.size, *data.shape)
 
     def start() -> list[dist.Work | None]:
+        if not data.numel():
+            return []
         return [_all_gather(parts.view(-1), data.view(-1), group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
-        whole = parts.flatten(0, 1) if dim == 0 and x.dim() else torch.cat([*rows(parts)], dim)
+        whole = parts.flatten(0, 1) if dim == 0 else torch.cat([*parts], dim)
         return whole.view(x.dtype)
 
-    what = f"all_gather({describe(x)})"
+    what = f"all_gather({describe(x)}, dim={dim})"
     return begin(Handle(axis, "all_gather", what, parts.nbytes, start, finish), async_op)
-
-
-def rows(parts: Tensor) -> list[Tensor]:
-    """One tensor a rank; numbers become vectors of length 1, so that they can be concatenated."""
-    return [part if part.dim() else part.view(1) for part in parts.unbind(0)]
 
 
 def reduce_scatter(
@@ -161,18 +134,16 @@ def reduce_scatter(
     x.shape[dim] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
     """
     reducible(x, op)
-    if x.dim() == 0 or x.shape[dim] % axis.size:
-        raise ValueError(
-            f"reduce_scatter cuts dim {dim} of shape {list(x.shape)} into axis.size={axis.size} "
-            f"pieces: it must be divisible"
-        )
-    pieces = x.detach().chunk(axis.size, dim)
-    if axis.size == 1 or x.numel() == 0:
-        return at_once(pieces[0].clone(), async_op)
-    data = x.detach().contiguous() if dim == 0 else torch.cat([p.flatten() for p in pieces])
+    dim = divisible("reduce_scatter", x, dim, axis)
+    if axis.size == 1:
+        return at_once(x.detach().clone(), async_op)
+    pieces = x.detach().tensor_split(axis.size, dim)
+    data = wire(x) if dim == 0 else torch.cat([p.flatten() for p in pieces])
     piece = data.new_empty(pieces[0].shape)
 
     def start() -> list[dist.Work | None]:
+        if not data.numel():
+            return []
         flat = piece.view(-1), data.view(-1)
         return [_reduce_scatter(*flat, op=OPS[op], group=axis.group, async_op=True)]
 
@@ -196,51 +167,42 @@ def all_to_all(
     send_counts[i] rows go to place i, receive_counts[i] rows come from it (0 is allowed); without
     counts x.shape[0] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
     """
-    if send_counts is None and receive_counts is None:
-        if x.shape[0] % axis.size:
-            raise ValueError(
-                f"all_to_all cuts {x.shape[0]} rows into axis.size={axis.size} equal parts: "
-                f"it must be divisible, or give send_counts and receive_counts"
-            )
-        send_counts = receive_counts = [x.shape[0] // axis.size] * axis.size
-    if send_counts is None or receive_counts is None:
-        raise ValueError("give both send_counts and receive_counts, or neither")
-    for name, counts in (("send_counts", send_counts), ("receive_counts", receive_counts)):
-        if len(counts) != axis.size or min(counts) < 0:
-            raise ValueError(f"{name}={list(counts)}: must be {axis.size} numbers, none negative")
-    if sum(send_counts) != x.shape[0]:
-        raise ValueError(f"send_counts={list(send_counts)} must sum to the {x.shape[0]} rows of x")
+    out, into = row_counts(x, axis, send_counts, receive_counts)
     if axis.size == 1:
         return at_once(x.detach().clone(), async_op)
     data = wire(x)
-    came = data.new_empty(sum(receive_counts), *data.shape[1:])
-    sizes = {"output_split_sizes": list(receive_counts), "input_split_sizes": list(send_counts)}
-    pairs: list[tuple[str, int, Tensor]] = []  # both ends of each part must agree on its rows
-    for place in (i for i in range(axis.size) if i != axis.index):
-        pairs.append(("send", place, data[: send_counts[place]]))
-        pairs.append(("receive", place, came[: receive_counts[place]]))
-    stays = data[: send_counts[axis.index]].nbytes
+    came = data.new_empty(sum(into), *data.shape[1:])
+    row = x.new_empty(x.shape[1:])
 
     def start() -> list[dist.Work | None]:
-        return [dist.all_to_all_single(came, data, **sizes, group=axis.group, async_op=True)]
+        if not row.numel():
+            return []
+        return [dist.all_to_all_single(came, data, into, out, group=axis.group, async_op=True)]
 
-    def finish() -> Tensor:
-        return came.view(x.dtype)
-
-    what = f"all_to_all({describe(x[:0])})"
-    handle = Handle(axis, "all_to_all", what, data.nbytes, start, finish, pairs)
-    handle.wire_bytes = data.nbytes - stays  # (n−1)/n · N where the parts are equal
+    others = [i for i in range(axis.size) if i != axis.index]
+    handle = Handle(
+        axis,
+        "all_to_all",
+        f"all_to_all(rows of {describe(row)})",
+        data.nbytes,
+        start,
+        lambda: came.view(x.dtype),
+        # both ends of each part must agree on its rows
+        messages=[("give", i, f"{out[i]} rows") for i in others]
+        + [("take", i, f"{into[i]} rows") for i in others],
+        detail=f", {out} rows sent, {into} rows received",
+    )
+    # (n−1)/n · N where the parts are equal
+    handle.wire_bytes = row.nbytes * sum(out[i] for i in others)
+    handle.link_bytes = row.nbytes * max(sum(out[i] for i in others), sum(into[i] for i in others))
     return begin(handle, async_op)
 
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has come here."""
+
+    def start() -> list[dist.Work | None]:
+        return [dist.barrier(group=axis.group, async_op=True)]
+
     if axis.size > 1:
-        Handle(
-            axis,
-            "barrier",
-            "barrier",
-            0,
-            lambda: [dist.barrier(group=axis.group, async_op=True)],
-            lambda: None,
-        ).wait()
+        Handle(axis, "barrier", "barrier", 0, start, lambda: None).wait()

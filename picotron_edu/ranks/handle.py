@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .link import Link, wire_bytes
+from .link import LinkQueue, link_bytes, wire_bytes
 from .mesh import Axis
 from .trace import Event
 
@@ -47,7 +47,8 @@ class Handle:
     operation: its name in the trace; what: how all ranks of the axis must describe this call;
     payload_bytes: the N of the ring formula; start: begins the transfer and returns torch's works;
     finish: makes the result after the transfer; messages: the parts that go between two ranks, one
-    ("send" | "receive", place on the axis, tensor) each; collective: whether all of the axis join.
+    (kind as on the board, place on the axis, description) each; collective: whether all of the axis
+    join; detail: for the report only, may differ between the ranks.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class Handle:
         payload_bytes: int,
         start: Callable[[], Sequence[dist.Work | None]],
         finish: Callable[[], Any],
-        messages: Sequence[tuple[str, int, Tensor]] = (),
+        messages: Sequence[tuple[str, int, str]] = (),
         collective: bool = True,
+        detail: str = "",
     ) -> None:
         self.axis, self.operation, self.payload_bytes = axis, operation, payload_bytes
         self.wire_bytes = wire_bytes(operation, payload_bytes, axis.size)
+        self.link_bytes = link_bytes(operation, payload_bytes, axis.size)
         self.finish, self.result = finish, None
         self.done = False
         self.group: tuple[int, int] | None = None  # my place and call number on the board
@@ -70,12 +73,19 @@ class Handle:
         runtime = axis.runtime
         self.line = caller() if runtime.board or runtime.recorder else ""
         if board := runtime.board:
-            board.note(what, axis.name, self.line)
+            board.note(what + detail, axis.name, self.line)
             if collective:
                 self.group = board.enter(axis.name, axis.ranks, what)
             self.messages = [
-                board.post(axis.ranks[place], kind, describe(x)) for kind, place, x in messages
+                board.post(axis.ranks[place], kind, f"{text} over axis '{axis.name}'")
+                for kind, place, text in messages
             ]
+        self.queue: LinkQueue | None = None
+        self.arrival = 0.0
+        if runtime.link_of(axis.name):
+            direction = "in" if operation == "receive" else "out"
+            self.queue = runtime.queues.setdefault(f"{axis.name} {direction}", LinkQueue())
+            self.queue.waiting.append(self)
         self.began = time.perf_counter()
         self.works = [work for work in start() if work is not None]
         self.ended: float | None = None  # known before wait() only where the backend tells
@@ -90,26 +100,37 @@ class Handle:
             future.then(lambda _: setattr(self, "ended", time.perf_counter()))
         return self
 
+    def entries(self) -> dict[int, float | None]:
+        """When each rank this message needs came to it; None for those that have not yet."""
+        if board := self.axis.runtime.board:
+            return board.entries(self.axis.ranks, self.group, self.messages)
+        return {}
+
+    def entered(self) -> float | None:
+        """When the last rank came; None as long as somebody has not."""
+        times = self.entries().values()
+        came = [t for t in times if t is not None]
+        return max([self.began, *came]) if len(came) == len(times) else None
+
     def wait(self) -> Any:
         """Block until the message has arrived; a second call returns the same result at once."""
         if self.done:
             return self.result
-        board = self.axis.runtime.board
-        if board:
+        runtime = self.axis.runtime
+        if board := runtime.board:
             board.block(self.group, self.messages)
         for work in self.works:
             work.wait()
         end = self.ended or time.perf_counter()
-        last, entered = None, self.began
-        if board and self.group:
-            last, entered = board.last_to_enter(self.axis.ranks, *self.group)
-        if link := self.axis.runtime.link_of(self.axis.name):
-            end = self.sleep_until_arrival(link, entered)
+        if self.queue and (link := runtime.link_of(self.axis.name)):
+            end = self.queue.arrival(self, link)
+            time.sleep(max(0.0, end - time.perf_counter()))  # burns no CPU
         if board:
             board.unblock(self.group, self.messages)
         self.result, self.done = self.finish(), True
         self.works = []
-        if recorder := self.axis.runtime.recorder:
+        if recorder := runtime.recorder:
+            times = {rank: t for rank, t in self.entries().items() if t is not None}
             recorder.add(
                 Event(
                     recorder.rank,
@@ -120,20 +141,11 @@ class Handle:
                     self.payload_bytes,
                     self.wire_bytes,
                     self.axis.name,
-                    last,
+                    max(times, key=lambda rank: times[rank]) if times else None,
                     self.line,
                 )
             )
         return self.result
-
-    def sleep_until_arrival(self, link: Link, entered: float) -> float:
-        """Sleep until the message, begun when the last rank entered, is through; returns when."""
-        name, free_at = self.axis.name, self.axis.runtime.link_free_at
-        begin = max(entered, free_at.get(name, 0.0))  # behind this rank's earlier messages
-        arrival = begin + link.seconds(self.operation, self.payload_bytes, self.axis.size)
-        free_at[name] = arrival
-        time.sleep(max(0.0, arrival - time.perf_counter()))
-        return arrival
 
 
 class Arrived(Handle):

@@ -11,7 +11,7 @@ it sleeps (does not burn CPU) until it would have arrived.
             alpha·steps + bytes/beta          so communication can be *overlapped*
 
 The model is the classic alpha-beta one: every step of an algorithm costs the latency alpha, every
-byte 1/beta. Messages of one rank on one link queue behind each other.
+byte 1/beta. Messages of one rank on one link queue behind each other, in each direction.
 
 Source: Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp,
 "Optimization of Collective Communication Operations in MPICH", 2005, section 3.
@@ -20,7 +20,8 @@ Source: Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifn
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
@@ -30,6 +31,9 @@ def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
     N is the tensor for all-reduce and broadcast, the gathered result for all-gather, the input for
     reduce-scatter and all-to-all, the sum of what this rank sends for point-to-point messages.
     For broadcast it is the mean over the ranks: all but the last pass N on.
+
+    >>> wire_bytes("all_reduce", payload_bytes=1000, n=4)
+    1500.0
     """
     share = payload_bytes * (n - 1) / n
     factors = {
@@ -44,6 +48,13 @@ def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
         "send_recv": float(payload_bytes),
     }
     return factors[operation]
+
+
+def link_bytes(operation: str, payload_bytes: int, n: int) -> float:
+    """Bytes that pass the busiest link one way, which is what takes time."""
+    if operation in ("broadcast", "receive"):
+        return float(payload_bytes)
+    return wire_bytes(operation, payload_bytes, n)
 
 
 def ring_steps(operation: str, n: int) -> int:
@@ -71,12 +82,40 @@ class Link:
     gbps: float
 
     def __post_init__(self) -> None:
-        if not self.latency_us >= 0:
+        if not 0 <= self.latency_us < math.inf:
             raise ValueError(f"latency_us={self.latency_us}: must be 0 or more microseconds")
         if not self.gbps > 0:
             raise ValueError(f"gbps={self.gbps}: must be more than 0 gigabits per second")
 
     def seconds(self, operation: str, payload_bytes: int, n: int) -> float:
-        """Time of `operation` among `n` ranks: steps·alpha + bytes·8/rate."""
-        size = payload_bytes if operation == "receive" else wire_bytes(operation, payload_bytes, n)
+        """Time of `operation` among `n` ranks: steps·alpha + bytes/beta."""
+        return self.delay(operation, link_bytes(operation, payload_bytes, n), n)
+
+    def delay(self, operation: str, size: float, n: int) -> float:
+        """The same for `size` bytes that pass the link, where they are known."""
         return ring_steps(operation, n) * self.latency_us * 1e-6 + size * 8 / (self.gbps * 1e9)
+
+
+@dataclass
+class LinkQueue:
+    """One rank's messages on one link that have not arrived, in the order in which they began."""
+
+    waiting: list[Any] = field(default_factory=list)  # Handles
+    free_at: float = 0.0
+
+    def arrival(self, message: Any, link: Link) -> float:
+        """When `message` is through: it begins once every rank it needs has come, and those before
+        it have passed.
+        """
+        for earlier in [*self.waiting] if message in self.waiting else ():
+            entered = earlier.entered()
+            if entered is None and earlier is message:  # it needed nothing from who is late
+                entered = message.began
+            if entered is not None:  # else it has not begun, and keeps nobody waiting
+                size, n = earlier.link_bytes, earlier.axis.size
+                begin = max(entered, self.free_at)
+                earlier.arrival = self.free_at = begin + link.delay(earlier.operation, size, n)
+                self.waiting.remove(earlier)
+            if earlier is message:
+                break
+        return message.arrival

@@ -62,6 +62,22 @@ def world() -> Axis:
     return Axis("world", size, rank, tuple(range(size)), dist.group.WORLD, current())
 
 
+def lines_along(grid: np.ndarray, name: str, ep: int = 1) -> np.ndarray:
+    """All lines of ranks along the axis `name`, shape (lines, size): its process groups.
+
+    grid: from `Mesh.grid`. name: "tp", joined ones such as "dp_cp", or "ep" and "expert_dp": for
+    them the dp·cp ranks of one pp and tp are laid out anew as (expert_dp, ep), ep fastest.
+    """
+    if name in ("ep", "expert_dp"):
+        pp, dp, cp, tp = grid.shape
+        grid, along = grid.reshape(pp, dp * cp // ep, ep, tp), [1 if name == "expert_dp" else 2]
+    else:
+        along = [ORDER.index(part) for part in name.split("_")]
+    rest = [dim for dim in range(4) if dim not in along]
+    size = int(np.prod([grid.shape[dim] for dim in along]))
+    return grid.transpose(rest + along).reshape(-1, size)
+
+
 class Mesh:
     """`Mesh(pp=1, dp=1, cp=1, tp=1, ep=1)`; the product of pp, dp, cp, tp must be the world size.
 
@@ -71,9 +87,7 @@ class Mesh:
 
     def __init__(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
         self.sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
-        self._grid = self.grid(pp=pp, dp=dp, cp=cp, tp=tp)
-        if (dp * cp) % ep:
-            raise ValueError(f"ep={ep} must divide dp·cp = {dp}·{cp} = {dp * cp}")
+        self._grid = self.grid(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         self.world = world()
         self.rank, self.world_size = self.world.index, self.world.size
         if self._grid.size != self.world_size:
@@ -88,17 +102,17 @@ class Mesh:
             self._device_mesh = init_device_mesh(
                 self.world.runtime.device.type, tuple(used.values()), mesh_dim_names=tuple(used)
             )
-        # Experts: the dp·cp ranks of one pp and tp, laid out anew as (expert_dp, ep), ep fastest.
-        self._expert_grid = self._grid.reshape(pp, dp * cp // ep, ep, tp)
         for name in (*ORDER, "ep", "expert_dp"):
             self._axes[name] = self._axis(name)
 
     @staticmethod
-    def grid(pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> np.ndarray:
+    def grid(pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> np.ndarray:
         """The ranks as an array of shape (pp, dp, cp, tp); needs no process group."""
-        for name, size in zip(ORDER, (pp, dp, cp, tp)):
-            if size < 1:
-                raise ValueError(f"{name}={size}: an axis has 1 rank or more")
+        for name, size in {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}={size!r}: an axis has 1 rank or more, a whole number")
+        if (dp * cp) % ep:
+            raise ValueError(f"ep={ep} must divide dp·cp = {dp}·{cp} = {dp * cp}")
         return np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
 
     @property
@@ -121,19 +135,8 @@ class Mesh:
             self._axes[name] = self._axis(name)
         return self._axes[name]
 
-    def lines(self, name: str) -> np.ndarray:
-        """All lines of ranks along the axis `name`, shape (lines, size)."""
-        if name in ("ep", "expert_dp"):
-            grid, along = self._expert_grid, [1 if name == "expert_dp" else 2]
-        else:
-            grid, along = self._grid, [ORDER.index(part) for part in name.split("_")]
-        rest = [d for d in range(4) if d not in along]
-        return grid.transpose(rest + along).reshape(
-            -1, int(np.prod([grid.shape[d] for d in along]))
-        )
-
     def _axis(self, name: str) -> Axis:
-        lines = self.lines(name)
+        lines = lines_along(self._grid, name, self.sizes["ep"])
         (line,) = (row for row in lines.tolist() if self.rank in row)
         group = None
         if len(line) == self.world_size > 1:

@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
+from .checks import divisible
 from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from .mesh import Axis
 
@@ -57,12 +58,12 @@ class _ReduceFrom(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis, ctx.dim, ctx.shape = axis, dim, x.shape
         return all_gather(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+        return reduce_scatter(grad, ctx.axis, ctx.dim).view(ctx.shape), None, None
 
 
 class _ScatterSum(Function):
@@ -80,7 +81,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return x.chunk(axis.size, dim)[axis.index].contiguous()
+        return x.tensor_split(axis.size, dim)[axis.index].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -130,12 +131,7 @@ def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     x.shape[dim] must be divisible by axis.size.
     """
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"split cuts dim {dim} of shape {list(x.shape)} into axis.size={axis.size} pieces: "
-            f"it must be divisible"
-        )
-    return _Split.apply(x, axis, dim)
+    return _Split.apply(x, axis, divisible("split", x, dim, axis))
 
 
 def exchange(

@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import begin, copy_back, place, wire
+from .checks import place, writable
+from .collectives import begin, copy_back, wire
 from .handle import Handle, describe
 from .mesh import Axis
 
@@ -54,25 +55,32 @@ def _point_to_point(
     for name, other in [("to", to) for _, to in sends] + [("from", at) for _, at in receives]:
         if place(axis, name, other) == axis.ranks[axis.index]:
             raise ValueError(f"{name}={other} is this rank itself: nothing need be sent")
-    out = [(wire(x), to) for x, to in sends]
-    into = [(wire(buffer), at) for buffer, at in receives]
+    for buffer, _ in receives:
+        writable(buffer)
+    out = [(wire(x), axis.ranks[to]) for x, to in sends]
+    into = [(wire(buffer), axis.ranks[at]) for buffer, at in receives]
 
     def start() -> list[dist.Work]:
-        ops = [dist.P2POp(dist.isend, x, axis.ranks[to], axis.group) for x, to in out]
-        ops += [dist.P2POp(dist.irecv, x, axis.ranks[at], axis.group) for x, at in into]
+        ops = [dist.P2POp(dist.isend, x, rank, axis.group) for x, rank in out if x.numel()]
+        ops += [dist.P2POp(dist.irecv, x, rank, axis.group) for x, rank in into if x.numel()]
         return dist.batch_isend_irecv(ops) if ops else []
 
     def finish() -> list[Tensor]:
-        for (buffer, _), (data, _) in zip(receives, into):
-            if data.data_ptr() != buffer.data_ptr():
-                copy_back(buffer, data)
-        return [buffer for buffer, _ in receives]
+        return [copy_back(buffer, data) for (buffer, _), (data, _) in zip(receives, into)]
 
-    messages = [("send", to, x) for x, to in sends] + [("receive", at, x) for x, at in receives]
     parts = [f"send {describe(x)} to rank {axis.ranks[to]}" for x, to in sends]
     parts += [f"receive {describe(x)} from rank {axis.ranks[at]}" for x, at in receives]
-    size = sum(x.nbytes for x, _ in (out or into))
+    leaves, comes = (sum(x.nbytes for x, _ in part) for part in (out, into))
     handle = Handle(
-        axis, operation, ", ".join(parts), size, start, finish, messages, collective=False
+        axis,
+        operation,
+        ", ".join(parts),
+        comes if operation == "receive" else leaves,
+        start,
+        finish,
+        messages=[("send", to, describe(x)) for x, to in sends]
+        + [("receive", at, describe(x)) for x, at in receives],
+        collective=False,
     )
+    handle.link_bytes = max(leaves, comes)  # a link carries both directions at once
     return begin(handle, async_op)

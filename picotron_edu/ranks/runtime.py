@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .board import Board
-from .link import Link
+from .link import Link, LinkQueue
 from .trace import Recorder
 
 
@@ -27,7 +27,7 @@ class Runtime:
     recorder: Recorder | None = None
     link: Link | Mapping[str, Link] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    link_free_at: dict[str, float] = field(default_factory=dict)  # queue of messages per axis
+    queues: dict[str, LinkQueue] = field(default_factory=dict)  # by axis and direction
 
     def link_of(self, axis: str) -> Link | None:
         return self.link.get(axis) if isinstance(self.link, Mapping) else self.link

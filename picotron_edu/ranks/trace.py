@@ -154,7 +154,9 @@ class Trace(Sequence[Event]):
         return sum(e.wire_bytes for e in self.of(rank=rank, name=operation))
 
     def ledger(self) -> Ledger:
-        """Messages by operation and axis; calls and bytes are per rank (mean over the ranks)."""
+        """Messages by operation and axis; calls and bytes are per rank: the mean over the ranks
+        that did anything at all.
+        """
         comm = self.of(lane="comm")
         ranks = max(1, len({e.rank for e in self.events}))
         sums: dict[tuple[str, str], list[float]] = {}
@@ -168,38 +170,45 @@ class Trace(Sequence[Event]):
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write Chrome's trace format; open the file in https://ui.perfetto.dev."""
-        lanes = {"compute": 0, "comm": 1}
+        """Write Chrome's trace format; open the file in https://ui.perfetto.dev.
+
+        Slices of one row may only nest there, so messages that overlap are spread over more rows.
+        """
         events: list[dict] = []
         for rank in sorted({e.rank for e in self.events}):
+            mine = self.of(rank=rank)
+            rows = [("compute", [*mine.of(lane="compute")])]
+            rows += [("comm", row) for row in side_by_side(mine.of(lane="comm"))]
             label = {"name": f"rank {rank}"}
             events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": label})
-            events += [
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
-                for lane, tid in lanes.items()
-            ]
-        for e in self.events:
-            args: dict[str, object] = {}
-            if e.lane == "comm":
-                args = {
-                    "axis": e.axis,
-                    "payload_bytes": e.payload_bytes,
-                    "wire_bytes": e.wire_bytes,
-                    "waits_for": e.waits_for,
-                    "where": e.where,
-                }
-            events.append(
-                {
-                    "ph": "X",  # a complete event; microseconds
-                    "name": f"{e.name} {e.axis}".strip(),
-                    "cat": e.lane,
-                    "pid": e.rank,
-                    "tid": lanes[e.lane],
-                    "ts": e.start * 1e6,
-                    "dur": max(0.0, e.end - e.start) * 1e6,
-                    "args": args,
-                }
-            )
+            for tid, (lane, row) in enumerate(rows):
+                at, label = {"pid": rank, "tid": tid}, {"name": lane}
+                events.append({"ph": "M", "name": "thread_name", **at, "args": label})
+                events += [{**slice_of(e), **at} for e in row]
         path = Path(path)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         return path
+
+
+def side_by_side(events: Sequence[Event]) -> list[list[Event]]:
+    """The events, in order of their start, on as few rows as possible without overlap."""
+    rows: list[list[Event]] = []
+    for e in events:
+        free = next((row for row in rows if row[-1].end <= e.start), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(e)
+    return rows
+
+
+def slice_of(e: Event) -> dict[str, object]:
+    """One event as Chrome's trace format has it: a complete event ("X"), in microseconds."""
+    kept = ("axis", "payload_bytes", "wire_bytes", "waits_for", "where")
+    return {
+        "ph": "X",
+        "name": f"{e.name} {e.axis}".strip(),
+        "cat": e.lane,
+        "ts": e.start * 1e6,
+        "dur": max(0.0, e.end - e.start) * 1e6,
+        "args": {key: getattr(e, key) for key in kept} if e.lane == "comm" else {},
+    }

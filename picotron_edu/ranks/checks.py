@@ -1,0 +1,116 @@
+"""What is checked, on every rank alike, before anything is sent.
+
+A wrong argument must not reach the network: there it would be a hang, or a wrong number. So each
+error is raised before the first byte moves, and names the argument, its value and what would be
+right. What only the *other* ranks know (do they call the same with the same shape?) is compared on
+the notice board (`board.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import Axis
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # then divided here: not every backend has an average
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+NO_SUMS = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # unknown to gloo or nccl
+
+
+def is_fp8(x: Tensor) -> bool:
+    """All 8-bit floats: torch's backends do not know them, so they travel as bytes."""
+    return x.dtype.is_floating_point and x.dtype.itemsize == 1
+
+
+def reducible(x: Tensor, op: str) -> None:
+    """Can `op` combine tensors of this type?"""
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: must be one of {', '.join(OPS)}")
+    if is_fp8(x) or x.dtype in NO_SUMS:
+        better = "bfloat16 or float32" if is_fp8(x) else "int32"
+        raise ValueError(f"{x.dtype} cannot be combined by op={op!r}: convert to {better} first")
+    if x.dtype == torch.bool and op in ("sum", "avg"):
+        raise ValueError(f"op={op!r} on bool: use 'max' for any, 'min' for all, or int64 to count")
+    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(
+            f"op='avg' on {x.dtype}: an average of integers is not an integer, use 'sum'"
+        )
+    if x.is_complex() and op not in ("sum", "avg"):
+        raise ValueError(f"op={op!r} on {x.dtype}: complex numbers have only 'sum' and 'avg'")
+
+
+def writable(x: Tensor) -> None:
+    """Can a result be written into `x`? An expanded tensor has one number in many places."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError(
+            f"a tensor of shape {list(x.shape)} that was expanded cannot be written to: "
+            f"its elements share their memory, use x.contiguous()"
+        )
+
+
+def place(axis: Axis, name: str, place: int) -> int:
+    """The global rank of a place on the axis."""
+    if not isinstance(place, int) or not 0 <= place < axis.size:
+        raise ValueError(
+            f"{name}={place!r}: axis '{axis.name}' has places 0 to {axis.size - 1} "
+            f"(a place on the axis, not a global rank; it holds the ranks {axis.ranks})"
+        )
+    return axis.ranks[place]
+
+
+def which_dim(x: Tensor, dim: int) -> int:
+    """`dim` counted from the front; a single number has dim 0, as a vector of length 1."""
+    dims = max(1, x.dim())
+    if not isinstance(dim, int) or not -dims <= dim < dims:
+        raise ValueError(
+            f"dim={dim!r}: a tensor of shape {list(x.shape)} has dims {-dims} to {dims - 1}"
+        )
+    return dim % dims
+
+
+def divisible(operation: str, x: Tensor, dim: int, axis: Axis) -> int:
+    """`dim` counted from the front, if `x` can be cut along it into one equal piece a rank."""
+    at = which_dim(x, dim)
+    if x.dim() == 0 or x.shape[at] % axis.size:
+        raise ValueError(
+            f"{operation} cuts dim={dim} of shape {list(x.shape)} into axis.size={axis.size} equal "
+            f"pieces: it must be divisible"
+        )
+    return at
+
+
+def row_counts(
+    x: Tensor, axis: Axis, send: Sequence[int] | None, receive: Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """How many rows of `x` go to, and come from, each place of the axis in an all_to_all."""
+    if send is None and receive is None:
+        if x.dim() == 0 or x.shape[0] % axis.size:
+            raise ValueError(
+                f"all_to_all cuts dim 0 of shape {list(x.shape)} into axis.size={axis.size} equal "
+                f"parts: it must be divisible, or give send_counts and receive_counts"
+            )
+        equal = [x.shape[0] // axis.size] * axis.size
+        return equal, equal
+    if send is None or receive is None:
+        raise ValueError("give both send_counts and receive_counts, or neither")
+    send, receive = list(send), list(receive)
+    for name, counts in (("send_counts", send), ("receive_counts", receive)):
+        if len(counts) != axis.size or min(counts) < 0:
+            raise ValueError(f"{name}={counts}: must be {axis.size} numbers, none negative")
+    if x.dim() == 0 or sum(send) != x.shape[0]:
+        raise ValueError(f"send_counts={send} must sum to dim 0 of shape {list(x.shape)}")
+    if send[axis.index] != receive[axis.index]:
+        raise ValueError(
+            f"send_counts={send} and receive_counts={receive} differ at place {axis.index}, this "
+            f"rank itself: what it sends itself it receives"
+        )
+    return send, receive
