@@ -29,7 +29,7 @@ def tidy(where: str) -> str:
 
 def readers_frames(frames: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
     """Without the frames of this package's ground floor and of torch: what the reader wrote."""
-    hidden = (OURS, TORCH, "<frozen")
+    hidden = (OURS, TORCH, "<frozen", "<string>")
     return [f for f in frames if not f[0].startswith(hidden)] or list(frames)
 
 

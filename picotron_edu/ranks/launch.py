@@ -152,6 +152,8 @@ def launch(
 
     Raises RankFailed or RanksHung; no process is left, whatever happens.
     """
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout}: must be more than 0 seconds, or None for no limit")
     spec = make_spec(world_size, backend, link, threads, seed)
     payload = {"call": pack_call(fn, args), "trace": trace}
     if not quiet:

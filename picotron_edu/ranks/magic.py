@@ -60,12 +60,12 @@ class RanksMagics(Magics):
         ranks.
         """
         parser = Arguments("%%ranks", add_help=False)
-        parser.add_argument("n", nargs="?", type=int, default=0)
+        parser.add_argument("n", nargs="?", type=int)
         parser.add_argument("--timeout", type=float, default=60.0)
         parser.add_argument("--link", default="")
         parser.add_argument("--fresh", action="store_true")
         args = parser.parse_args(shlex.split(line))
-        n = args.n or (self.pool.world_size if self.pool else 4)
+        n = args.n if args.n is not None else self.pool.world_size if self.pool else 4
         pool = self.ready_pool(n, args.link, args.fresh)
         self.cells += 1
         name = f"<ranks cell {self.cells}>"

@@ -1,18 +1,25 @@
 """Functions and values as bytes, also those that exist only in a notebook.
 
-cloudpickle sends functions of `__main__`, lambdas and closures by value. It drops the name of their
-file, which a traceback needs to show the reader's own line; code objects therefore travel in
-Python's own format (`marshal`), which keeps it: notebook and ranks run the same interpreter.
+cloudpickle sends functions and classes of `__main__`, lambdas and closures by value. Two things are
+added to it here:
+
+* It drops the name of a function's file, which a traceback needs to show the reader's own line.
+  Code objects travel in Python's own format (`marshal`), which keeps it: both ends run one Python.
+* An object that comes *back* brings its class along, and cloudpickle would write the rank's copy of
+  the methods, with the rank's copy of the variables they use, over the notebook's class. A class
+  that this process has already stays as it is.
 """
 
 from __future__ import annotations
 
 import io
 import marshal
+import pickle
 import types
 from typing import Any
 
 import cloudpickle
+from cloudpickle import cloudpickle as internals
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -22,6 +29,29 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.ours: set[int] = set()  # ids of classes that were here before
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == internals.__name__ and name.startswith("_make_skeleton_"):
+
+            def make(*args: Any) -> type:
+                known = getattr(internals, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+                here = any(isinstance(arg, str) and arg in known for arg in args)
+                made = found(*args)
+                if here:
+                    self.ours.add(id(made))
+                return made
+
+            return make
+        if module == internals.__name__ and name == "_class_setstate":
+            return lambda cls, state: cls if id(cls) in self.ours else found(cls, state)
+        return found
+
+
 def pack(value: Any) -> bytes:
     """`value` as bytes; raises whatever its parts raise when they cannot travel."""
     buffer = io.BytesIO()
@@ -29,4 +59,5 @@ def pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-unpack = cloudpickle.loads
+def unpack(data: bytes) -> Any:
+    return _Unpickler(io.BytesIO(data)).load()

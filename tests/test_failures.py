@@ -1,0 +1,326 @@
+"""What goes wrong on a rank is reported with its rank and line, and nobody is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from processes import eventually, gone, ranks_of
+
+from picotron_edu.ranks import (
+    Mesh,
+    RankFailed,
+    RanksHung,
+    all_gather,
+    all_reduce,
+    barrier,
+    copy_to,
+    launch,
+    receive,
+    send,
+    world,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm():
+    launch(lambda: None, world_size=1, quiet=True)  # the fork server's start is not what we time
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    yield
+    assert eventually(lambda: not ranks_of()), "a rank outlived its launch"
+    one = launch(lambda: all_reduce(torch.ones(1), world()).item(), world_size=2, quiet=True)
+    assert list(one) == [2.0, 2.0], "the launch after a failure does not work"
+
+
+def fails(kind: type, fn: Callable, seconds: float = 2.0, **options):
+    """The error that `fn` on 3 ranks ends in, within `seconds`."""
+    begin = time.perf_counter()
+    with pytest.raises(kind) as caught:
+        launch(fn, world_size=3, quiet=True, **options)
+    took = time.perf_counter() - begin
+    assert took < seconds, f"ended only after {took:.1f} s"
+    return caught.value
+
+
+def raise_on_1() -> None:
+    if world().index == 1:
+        raise ValueError("bad luck")
+    all_reduce(torch.ones(2), world())
+
+
+def test_a_rank_raises_before_a_collective():
+    error = fails(RankFailed, raise_on_1)
+    assert error.rank == 1 and error.line.endswith("in raise_on_1")
+    assert str(error).startswith("rank 1 failed first: ValueError: bad luck")
+    assert 'raise ValueError("bad luck")' in error.traceback
+    assert "reset" not in str(error) and "picotron_edu/ranks" not in str(error)
+
+
+def test_a_rank_catches_and_returns():
+    def work():
+        with contextlib.suppress(ValueError):
+            raise_on_1()
+
+    error = fails(RanksHung, work)
+    assert "rank 1 has returned: it will not join" in str(error)
+    assert [w.blocked for w in error.waits] == [True, False, True]
+
+
+def test_a_rank_catches_and_lives_on():
+    """Only the time limit can tell: the rank might still come."""
+
+    def work():
+        try:
+            raise_on_1()
+        except ValueError:
+            time.sleep(60)
+
+    error = fails(RanksHung, work, seconds=4.5, timeout=2.5)
+    assert str(error).startswith("not finished within timeout=2.5 s")
+    assert "rank 1 is in no message" in str(error) and "in work" in error.waits[1].line
+    assert error.waits[0].since > 1.0
+
+
+def test_a_rank_raises_in_backward():
+    class Faulty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            if world().index == 2:
+                raise RuntimeError("in backward")
+            return grad
+
+    def work():
+        x = torch.ones(2, requires_grad=True)
+        Faulty.apply(copy_to(x, world())).sum().backward()
+
+    error = fails(RankFailed, work)
+    assert error.rank == 2 and error.type == "RuntimeError"
+    assert 'raise RuntimeError("in backward")' in error.traceback
+
+
+def test_a_rank_leaves_with_os_exit():
+    def work():
+        if world().index == 2:
+            os._exit(3)
+        all_reduce(torch.ones(2), world())
+
+    error = fails(RankFailed, work)
+    assert error.rank == 2 and "its process ended with exit code 3" in str(error)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4])
+def test_a_rank_is_killed(delay):
+    def work():
+        if world().index == 0:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGKILL)
+        all_reduce(torch.ones(2), world())
+
+    error = fails(RankFailed, work)
+    assert error.rank == 0 and "its process was killed by SIGKILL" in str(error)
+
+
+def test_a_rank_crashes_in_c():
+    def work():
+        if world().index == 1:
+            os.write(2, b"last words of the C library\n")
+            ctypes.string_at(0)
+        barrier(world())
+
+    error = fails(RankFailed, work)
+    assert error.rank == 1 and "SIGSEGV" in str(error)
+    assert "last words of the C library" in str(error)
+
+
+def test_sys_exit_with_a_code_is_a_failure():
+    def work():
+        if world().index == 1:
+            sys.exit(7)
+        barrier(world())
+
+    error = fails(RankFailed, work)
+    assert error.rank == 1 and "SystemExit: 7" in str(error)
+
+
+def test_the_first_failure_by_time_is_named_and_others_follow():
+    def work():
+        time.sleep(0.15 * (3 - world().index))
+        raise ValueError(f"mine is {world().index}")
+
+    error = fails(RankFailed, work)
+    assert error.rank == 2
+    assert str(error).index("mine is 2") < str(error).index("rank 1 failed too: ValueError: mine")
+
+
+def test_the_same_failure_on_all_ranks_is_said_once():
+    error = fails(RankFailed, lambda: undefined_name)  # noqa: F821
+    assert error.rank == 0 and "(and alike on rank 1, 2)" in str(error)
+    assert str(error).count("Traceback of rank") == 1
+
+
+def test_text_printed_before_a_failure_is_not_lost(capsys):
+    def work():
+        print("before", world().index)
+        raise_on_1()
+
+    with pytest.raises(RankFailed):
+        launch(work, world_size=3)
+    assert "rank 2 │ before 2" in capsys.readouterr().out
+
+
+def test_mismatched_collectives_are_named_with_their_lines():
+    def work():
+        x = torch.ones(3)
+        return all_gather(x, world()) if world().index == 1 else all_reduce(x, world())
+
+    error = fails(RanksHung, work)
+    lines = str(error).splitlines()
+    assert lines[0] == "the ranks do not agree on what they call:"
+    assert lines[1].startswith("  rank 0 calls all_reduce(float32[3], sum) over axis 'world' at ")
+    assert lines[2].startswith("  rank 1 calls all_gather(float32[3]) over axis 'world' at ")
+    assert "test_failures.py, line" in lines[1]
+
+
+def test_mismatched_shapes_are_found_although_gloo_would_go_on():
+    error = fails(RanksHung, lambda: all_reduce(torch.ones(3 - world().index), world()))
+    assert "all_reduce(float32[3], sum)" in str(error) and "all_reduce(float32[2]" in str(error)
+
+
+@pytest.mark.parametrize("numbers", [1, 2_000_000])
+def test_both_send_first(numbers):
+    """A send waits for its receiver, whatever the size."""
+
+    def work():
+        axis, other = world(), 1 - world().index
+        if axis.index < 2:
+            send(torch.ones(numbers), axis, other)
+            receive(torch.ones(numbers), axis, other)
+
+    error = fails(RanksHung, work)
+    assert str(error).startswith("the ranks wait for each other for ever:")
+    assert f"rank 0 waits in send float32[{numbers}] to rank 1 over axis 'world'" in str(error)
+    assert f"rank 1 waits in send float32[{numbers}] to rank 0" in str(error)
+    assert "rank 2 has returned" in str(error)
+
+
+def test_a_ring_of_sends():
+    def work():
+        axis = world()
+        send(torch.ones(3), axis, (axis.index + 1) % 3)
+        receive(torch.ones(3), axis, (axis.index - 1) % 3)
+
+    assert all(wait.blocked for wait in fails(RanksHung, work).waits)
+
+
+def test_a_rank_that_never_joins_because_it_is_busy():
+    def work():
+        while world().index == 0:
+            pass
+        barrier(world())
+
+    error = fails(RanksHung, work, seconds=4, timeout=2)
+    assert "rank 0 is in no message at" in str(error) and "in work" in error.waits[0].line
+    assert "rank 1 waits in barrier over axis 'world'" in str(error)
+
+
+def test_a_rank_that_is_stopped_does_not_answer():
+    def work():
+        if world().index == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        barrier(world())
+
+    error = fails(RanksHung, work, seconds=4.5, timeout=2)
+    assert "rank 0 does not answer: busy outside Python, or stopped" in str(error)
+
+
+def test_a_collective_that_part_of_an_axis_leaves_out():
+    def work():
+        mesh = Mesh(dp=3)
+        if mesh.rank != 2:
+            all_reduce(torch.ones(1), mesh.dp)
+
+    error = fails(RanksHung, work)
+    assert "over axis 'dp'" in str(error) and "rank 2 has returned" in str(error)
+
+
+def test_a_slow_but_healthy_run_is_no_deadlock():
+    def work():
+        if world().index == 0:
+            time.sleep(1.5)
+        return all_reduce(torch.ones(1), world()).item()
+
+    assert list(launch(work, world_size=3, quiet=True)) == [3.0] * 3
+
+
+# ---- the parent is interrupted, ended, killed ------------------------------------------------
+
+SLEEPER = """
+import os, sys, time
+from picotron_edu.ranks import launch, world
+def work():
+    print("pid", os.getpid(), flush=True)
+    time.sleep(60)
+print("parent", os.getpid(), flush=True)
+try:
+    launch(work, world_size=2, live=True, timeout=None)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    print(list(launch(lambda: world().index, world_size=2, quiet=True)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_no_rank_outlives_its_parent(number):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SLEEPER)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    while not parent.stdout.readline().startswith("pid"):
+        pass
+    assert eventually(lambda: len(ranks_of(parent.pid)) == 2)
+    below = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
+    ranks = [p.pid for p in ranks_of(parent.pid)]
+    assert len(below) == 3 and len(ranks) == 2  # the fork server and two ranks
+    os.kill(parent.pid, number)
+    assert eventually(lambda: gone(ranks), 5), "a rank lives 5 s after its parent was told to end"
+    rest = parent.communicate(timeout=20)[0]
+    if number == signal.SIGINT:
+        assert rest == "interrupted\n[0, 1]\n"  # and the next launch works
+    assert eventually(lambda: gone(below), 5), "the fork server outlived its parent"
+
+
+def test_the_fork_server_is_killed_and_comes_back():
+    from picotron_edu.ranks.start import fork_server
+
+    fork_server().process.kill()
+    fork_server().process.wait()
+    assert list(launch(lambda: world().index, world_size=2, quiet=True)) == [0, 1]
+
+
+def test_children_of_a_rank_are_ended_with_it():
+    def work():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return child.pid
+
+    pids = list(launch(work, world_size=2, quiet=True))
+    assert eventually(lambda: gone(pids), 5)
