@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from functools import cache
 
 import nbformat
 import numpy as np
@@ -150,14 +151,20 @@ def blocks_of(picture):
     return [p for p in picture.figure.findobj(Rectangle) if p.get_label() == "block"]
 
 
+@cache
+def drawn(name):
+    picture = PICTURES[name]()
+    return picture, texts_of(picture)
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_every_picture_has_a_one_sentence_caption_and_readable_texts_inside_it(name):
-    picture = PICTURES[name]()
+    picture, texts = drawn(name)
     caption = picture.figure.get_supxlabel()
     assert caption.replace("\n", " ") == picture.caption
     assert picture.caption.endswith(".") and len(picture.caption) > 15
     paper = picture.figure.bbox
-    for text, box in texts_of(picture):
+    for text, box in texts:
         assert text.get_fontsize() >= 6.5, f"{text.get_text()!r} is too small to read"
         inside = box.x0 > -2 and box.y0 > -2 and box.x1 < paper.x1 + 2 and box.y1 < paper.y1 + 2
         assert inside, f"{text.get_text()!r} is cut off"
@@ -165,7 +172,7 @@ def test_every_picture_has_a_one_sentence_caption_and_readable_texts_inside_it(n
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_text_lies_over_another(name):
-    for (a, box_a), (b, box_b) in itertools.combinations(texts_of(PICTURES[name]()), 2):
+    for (a, box_a), (b, box_b) in itertools.combinations(drawn(name)[1], 2):
         across = min(box_a.x1, box_b.x1) - max(box_a.x0, box_b.x0)
         down = min(box_a.y1, box_b.y1) - max(box_a.y0, box_b.y0)
         assert across < 2 or down < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
@@ -262,7 +269,7 @@ def test_outside_a_notebook_a_picture_is_a_file_to_save(tmp_path, capsys):
 
 
 def test_the_same_picture_is_the_same_bytes():
-    assert PICTURES["ring of 3"]().png() == PICTURES["ring of 3"]().png()
+    assert PICTURES["mesh 2d"]().png() == PICTURES["mesh 2d"]().png()
 
 
 # ---- source --------------------------------------------------------------------------------
@@ -700,6 +707,13 @@ def test_widget_has_real_formulas_and_all_five_models():
         assert "not possible" not in widget.children[2].value
 
 
+def test_widget_takes_no_choice_of_gradients_in_fp32():
+    widget = memory_widget(simple_breakdown, start="tiny")
+    assert not control(widget, "fp32 gradients").disabled
+    control(widget, "precision").value = "fp32"
+    assert control(widget, "fp32 gradients").disabled
+
+
 def test_widget_draws_once_per_preset():
     calls = []
 
@@ -714,9 +728,9 @@ def test_widget_draws_once_per_preset():
 
 
 def test_widget_boxes_say_their_bytes_when_pointed_at():
-    page = treemap_html(layout(BREAKDOWN, (0, 0, 880, 340)))
+    page = treemap_html(layout(BREAKDOWN, (0, 0, 840, 340)))
     assert 'title="activations · attention: 3.2 GB"' in page
-    assert page.count("position:absolute") == len(layout(BREAKDOWN, (0, 0, 880, 340)))
+    assert page.count("position:absolute") == len(layout(BREAKDOWN, (0, 0, 840, 340)))
 
 
 # ---- bars and loss -------------------------------------------------------------------------

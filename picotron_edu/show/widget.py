@@ -21,7 +21,7 @@ from picotron_edu.show.ledger import size
 from picotron_edu.show.palette import ink
 from picotron_edu.show.treemap import Breakdown, Part, category_sums, layout, percent, total_bytes
 
-WIDTH, HEIGHT = 880, 340  # pixels of the treemap
+WIDTH, HEIGHT = 840, 340  # pixels of the treemap; it shrinks with a narrow window
 GPU_BYTES = 80e9  # an A100 or H100
 SHOWN = ("tiny", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b")
 
@@ -34,6 +34,7 @@ SHAPE_SLIDERS = {
     "num_key_value_heads": ("kv heads", 1, 128, 1),
     "vocab_size": ("vocabulary", 256, 262_144, 256),
 }
+LABELS = {"description_width": "95px"}
 SEQUENCES = [2**power for power in range(6, 18)]  # 64 … 131,072 tokens
 
 
@@ -48,19 +49,30 @@ def memory_widget(
                 `show.treemap` draws; a ValueError it raises is shown in the widget
     """
     preset = widgets.Dropdown(
-        options=[name for name in SHOWN if name in presets], value=start, description="model"
+        options=[name for name in SHOWN if name in presets],
+        value=start,
+        description="model",
+        style=LABELS,
     )
     shape = {
-        field: widgets.IntSlider(min=low, max=high, step=step, description=label)
+        field: widgets.IntSlider(min=low, max=high, step=step, description=label, style=LABELS)
         for field, (label, low, high, step) in SHAPE_SLIDERS.items()
     }
     tied = widgets.Checkbox(description="tied embeddings", indent=False)
-    batch = widgets.IntSlider(value=1, min=1, max=64, description="batch")
-    sequence = widgets.SelectionSlider(options=SEQUENCES, value=4096, description="sequence")
-    precision = widgets.ToggleButtons(options=["bf16", "fp32"], description="precision")
+    batch = widgets.IntSlider(value=1, min=1, max=64, description="batch", style=LABELS)
+    sequence = widgets.SelectionSlider(
+        options=SEQUENCES, value=4096, description="sequence", style=LABELS
+    )
+    narrow = LABELS | {"button_width": "85px"}
+    precision = widgets.ToggleButtons(
+        options=["bf16", "fp32"], description="precision", style=narrow
+    )
     fp32_gradients = widgets.Checkbox(value=True, description="fp32 gradients", indent=False)
     recompute = widgets.ToggleButtons(
-        options=["none", "selective", "full"], value="selective", description="recompute"
+        options=["none", "selective", "full"],
+        value="selective",
+        description="recompute",
+        style=narrow,
     )
     message = widgets.HTML()
     picture = widgets.HTML()
@@ -69,6 +81,7 @@ def memory_widget(
     def draw(_: Any = None) -> None:
         if loading:
             return
+        fp32_gradients.disabled = precision.value == "fp32"  # they cannot be anything else
         try:
             config = replace(
                 presets[preset.value],
@@ -104,14 +117,14 @@ def memory_widget(
     left = widgets.VBox([preset, batch, sequence, shape["hidden_size"], shape["intermediate_size"]])
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     middle = widgets.VBox([*(shape[name] for name in names), tied])
-    buttons = widgets.HBox([precision, fp32_gradients, recompute])
+    buttons = widgets.HBox([precision, recompute, fp32_gradients])
     return widgets.VBox([widgets.HBox([left, middle]), buttons, message, picture])
 
 
 def treemap_html(parts: Sequence[Part]) -> str:
     """The treemap as positioned boxes; pointing at one tells its name and bytes."""
     boxes = "".join(_box_html(part) for part in parts)
-    frame = f"position:relative;width:{WIDTH}px;height:{HEIGHT}px"
+    frame = f"position:relative;width:100%;max-width:{WIDTH}px;height:{HEIGHT}px"
     first = {part.category: part.colour for part in reversed(parts)}
     legend = " ".join(
         f'<span style="display:inline-block;margin-right:18px"><span style="display:inline-block;'
@@ -125,7 +138,8 @@ def treemap_html(parts: Sequence[Part]) -> str:
 def _box_html(part: Part) -> str:
     x, y, width, height = part.box
     amount = size(part.bytes)
-    place = f"left:{x:.1f}px;top:{y:.1f}px;width:{width:.1f}px;height:{height:.1f}px"
+    across = f"left:{100 * x / WIDTH:.3f}%;width:{100 * width / WIDTH:.3f}%"
+    place = f"{across};top:{y:.1f}px;height:{height:.1f}px"
     look = f"background:{part.colour};color:{ink(part.colour)};border:1px solid white"
     text = ""
     if width > 7.5 * max(len(part.name), len(amount)) + 8 and height > 38:
