@@ -52,7 +52,7 @@ class Kernel:
 @pytest.fixture(scope="module")
 def kernel():
     kernel = Kernel()
-    assert kernel.run("%load_ext picotron_edu.ranks") == ""
+    assert kernel.run("%load_ext picotron_edu.ranks") == "%%ranks N: gloo on CPU\n"
     yield kernel
     kernel.close()
 
@@ -61,7 +61,6 @@ def test_names_stay_from_cell_to_cell_and_last_expressions_are_printed(kernel):
     assert kernel.run(
         "%%ranks 2\nx = torch.full((2,), rank + 1)\nprint(world_size)"
     ).splitlines() == [
-        "2 ranks, gloo on CPU",
         "rank 0 │ 2",
         "rank 1 │ 2",
     ]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from .errors import RanksError
-from .launch import headline, make_spec
+from .launch import make_spec, pick_backend
 from .link import Link
 from .pool import RankPool, show
 from .start import fork_server
@@ -52,7 +52,6 @@ class RanksMagics(Magics):
         self.pool: RankPool | None = None
         self.key: tuple = ()
         self.cells = 0
-        self.headline = ""
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
@@ -89,7 +88,6 @@ class RanksMagics(Magics):
         if self.pool is None:
             spec = make_spec(n, None, parse_link(link), None, seed=0)
             self.pool, self.key = RankPool(n, spec), (n, link)
-            print(headline(n, spec["backend"]))
         return self.pool
 
     def close(self) -> None:
@@ -110,8 +108,8 @@ def parse_link(text: str) -> Link | None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext picotron_edu.ranks`; also starts the fork server, so that the first launch is
-    quick.
-    """
+    """`%load_ext picotron_edu.ranks`; starts the fork server, so that the first launch is quick."""
     shell.register_magics(RanksMagics(shell))
     fork_server()
+    gpus = torch.cuda.device_count() if pick_backend(1) == "nccl" else 0
+    print(f"%%ranks N: nccl, a GPU each, up to {gpus} ranks" if gpus else "%%ranks N: gloo on CPU")
