@@ -10,11 +10,13 @@ import torch
 from picotron_edu.course import (
     ExerciseError,
     assert_close,
+    assert_keeps_to_axis,
     assert_messages,
     call_pure,
     check,
     checking,
     exercise,
+    run_each,
     run_on_ranks,
 )
 from picotron_edu.ranks import Event, Trace, all_reduce, send, world
@@ -222,3 +224,33 @@ def test_a_function_that_changes_its_input_is_told_from_what_to_what():
     said = message(run_on_ranks, lambda: call_pure(in_place, torch.ones(1)), 2)
     assert said.startswith("your function changed its input from [1] to [2] on rank ")
     assert "x.clone()" in said
+
+
+def sum_over_axis(x, axis):
+    return all_reduce(x.clone(), axis)
+
+
+def sum_over_world(x, axis):
+    return all_reduce(x.clone(), world()) / world().size * axis.size
+
+
+def place_in_the_world(x, axis):
+    return all_reduce(x + world().index - axis.index, axis)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (sum_over_world, "expected messages over axis 'dp', got one over 'world'"),
+        (
+            place_in_the_world,
+            "in two pairs, 0 with 2 and 1 with 3: expected [3], got [4] on rank 0",
+        ),
+    ],
+)
+def test_an_answer_that_asks_the_world_in_place_of_its_axis_is_found_out(fn, said):
+    inputs = [(torch.tensor([1.0]),), (torch.tensor([2.0]),)]
+    run = run_each(sum_over_axis, inputs)
+    assert run.values == [3, 3]
+    assert_keeps_to_axis(sum_over_axis, inputs, run)
+    assert said in message(assert_keeps_to_axis, fn, inputs, run_each(fn, inputs))

@@ -128,16 +128,18 @@ def describe_hang(hung: RanksHung) -> str:
     why = str(hung).splitlines()[0]
     places: dict[tuple[str, str], list[Wait]] = {}
     for wait in hung.waits:
-        kind = " ".join(wait.what.split()[:3]) if wait.blocked else wait.what  # "waits in send"
-        places.setdefault((kind.partition("(")[0], wait.line), []).append(wait)
+        kind = re.sub(r"(waits in \w+).*", r"\1", wait.what)
+        if ", receive " in wait.what:
+            kind = kind.replace("in send", "in send_recv")
+        places.setdefault((kind, wait.line), []).append(wait)
     parts = []
-    for (kind, line), waits in places.items():
+    for (shared, line), waits in places.items():
         who, does = f"rank {waits[0].rank}", waits[0].what
         if len(waits) > 1:
             who = "ranks " + ", ".join(str(wait.rank) for wait in waits)
-            does = kind.replace("waits", "wait").replace("has", "have")
+            does = shared.replace("waits", "wait").replace("has", "have").replace("calls", "call")
         parts.append(f"{who} {does}" + (f" at {line}" if line else ""))
-    return one_line(f"{why} {'; '.join(parts)}", 400)
+    return one_line(f"{why} {'; '.join(parts)}", 400).replace(" over axis 'world'", "")
 
 
 def one_line(text: str, limit: int = 300) -> str:

@@ -1,8 +1,9 @@
-"""What a check compares, and how the difference is told in one line.
+"""How a check runs an answer on ranks, what it compares, and how the difference is told.
 
-    assert_close(10, got, rank=1, hints={2: "who adds twice?"}, mistakes={"a mean of means": 8})
+    run = run_each(fn, [(x0,), (x1,)])     fn(x0, axis) on rank 0, fn(x1, axis) on rank 1
+    assert_close(10, run[1], rank=1, hints={2: "who adds twice?"}, mistakes={"a mean of means": 8})
     assert_messages(run, {"send_recv": 3}, wire_bytes=48, hints={"all_reduce": "twice the bytes"})
-    call_pure(fn, x, axis)          # on a rank: fn(x, axis), which must leave x as it was
+    assert_keeps_to_axis(fn, [(x0,), (x1,)], run)      the same where the axis is not the world
 
 Each raises an ExerciseError: what was expected, what came, on which rank, and one hint. A hint is
 worth most when it knows the mistake, so there are three ways to recognise one: by a constant factor
@@ -18,8 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from picotron_edu.course.checking import ExerciseError, one_line
-from picotron_edu.ranks import Run, world
+from picotron_edu.course.checking import ExerciseError, one_line, run_on_ranks
+from picotron_edu.ranks import Mesh, Run, world
 
 NO_HINTS: Mapping[Any, str] = {}
 NO_MISTAKES: Mapping[str, Any] = {}
@@ -163,6 +164,38 @@ def call_pure(fn: Callable[..., Any], *args: Any) -> Any:
                 "all_reduce, broadcast, receive and += write in place: give them a copy, x.clone()",
             )
     return result
+
+
+def run_each(fn: Callable[..., Any], inputs: Sequence[Sequence[Any]], hint: str = "") -> Run:
+    """`fn(*inputs[rank], world())` on each rank, which must leave its inputs as they are."""
+    return run_on_ranks(
+        lambda: call_pure(fn, *inputs[world().index], world()), len(inputs), hint=hint
+    )
+
+
+def assert_keeps_to_axis(
+    fn: Callable[..., Any], inputs: Sequence[Sequence[Any]], alone: Run
+) -> None:
+    """On four ranks in two pairs, 0 with 2 and 1 with 3, `fn` gives what it gave two ranks `alone`.
+
+    Finds answers that ask `world()`, or torch, in place of the axis they are given.
+    """
+
+    def in_pairs() -> Any:
+        axis = Mesh(dp=2, tp=2).dp
+        return fn(*inputs[axis.index], axis)
+
+    hint = "use only the axis that you are given: its index and size; it may be a part of world()"
+    where = "in two pairs, 0 with 2 and 1 with 3"
+    try:
+        run = run_on_ranks(in_pairs, 4)
+    except ExerciseError as error:
+        fail(f"right on 2 ranks, but {where}: {error}", hint)
+    for event in run.trace.of(lane="comm"):
+        if event.axis != "dp":
+            fail(f"{where}: expected messages over axis 'dp', got one over '{event.axis}'", hint)
+    for rank in range(4):
+        assert_close(alone[rank // 2], run[rank], rank=rank, what=where, hint=hint)
 
 
 def fail(text: str, hint: str = "") -> NoReturn:

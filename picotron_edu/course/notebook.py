@@ -52,6 +52,7 @@ def execute(notebook: NotebookNode, folder: Path, *, allow_errors: bool = False)
         notebook,
         kernel_name=KERNEL["name"],
         resources={"metadata": {"path": str(folder)}},
+        extra_arguments=["--log-level=ERROR"],  # kernels talk about their own transport
         timeout=120,
         interrupt_on_timeout=True,
         allow_errors=allow_errors,
