@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from picotron_edu import memory, show
 from picotron_edu.presets import PRESETS
 from picotron_edu.ranks.trace import Event, Trace
-from picotron_edu.show.blocks import contributors
+from picotron_edu.show.blocks import contributors, short
 from picotron_edu.show.palette import KIND_COLOURS, RANK_COLOURS, ink, kind_of, luminance
 from picotron_edu.show.source import read_source
 from picotron_edu.show.treemap import layout, squarify
@@ -503,6 +503,15 @@ def test_a_partial_sum_is_read_back_into_its_ranks():
     assert contributors(101, [1, 10, 100]) == [0, 2]
     assert contributors(0.1 + 0.2, [0.1, 0.2, 0.4]) == [0, 1]
     assert contributors(7, [1, 10, 100]) == []
+
+
+def test_numbers_in_blocks_are_short_but_whole_ones_stay_whole():
+    assert [short(v) for v in (3, 12345.0, 0.1 + 0.2, 1234567.0)] == [
+        "3",
+        "12345",
+        "0.3",
+        "1.235e+06",
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -81,5 +81,6 @@ def empty_block(ax: Axes, x: float, y: float, width: float, height: float) -> No
 
 
 def short(value: float) -> str:
-    """A number as it stands in a block: at most four significant digits."""
-    return str(value) if isinstance(value, int) and abs(value) < 1_000_000 else f"{value:.4g}"
+    """A number as it stands in a block: whole ones in full, others with four digits."""
+    whole = float(value).is_integer() and abs(value) < 1_000_000
+    return f"{value:.0f}" if whole else f"{value:.4g}"

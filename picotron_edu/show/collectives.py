@@ -87,11 +87,9 @@ def collective(
         _flow(ax, origins, held, got, (rows_before * ROW, start))
         for text, y in (("before", 0), ("after", start)):
             ax.text(-0.6, y + ROW / 2, text, va="center", fontweight="bold", color="#555555")
-        stripes = "; stripes mean a sum" if "reduce" in name else ""
+        stripes = "; stripes: their sum" if "reduce" in name else ""
         meaning = MEANING.get(name, "what each rank holds before and after")
-        return finish(
-            figure, caption or f"{name}: {meaning} (colour: the rank a block comes from{stripes})."
-        )
+        return finish(figure, caption or f"{name}: {meaning} (colours: whose data{stripes}).")
 
 
 def _origin(

@@ -54,8 +54,8 @@ def alpha_beta(
     sizes_bytes: Sequence[float],
     seconds_by_operation: Mapping[str, Sequence[float]],
     fit: Mapping[str, tuple[float, float]] | None = None,
-    caption: str = "Dots are measured, lines are α + β·N: flat where latency rules, "
-    "rising where bandwidth does; the same bend is where the bandwidth on the right levels off.",
+    caption: str = "Dots are measured, lines are α + β·N: flat while latency rules, rising once "
+    "bandwidth does.",
 ) -> Picture:
     """Time and achieved bandwidth against message size, both axes logarithmic.
 

@@ -1,9 +1,9 @@
-"""Prediction before measurement: what the reader said, what was counted, how far apart they are.
+"""Prediction before measurement: what the reader said, what it is, how far apart they are.
 
 my_guess = 64                                   the reader commits to a number
 show.prediction(my_guess, run.trace.wire_bytes(rank=0), "bytes")
 
-you said 64 bytes, measured 96 bytes: 1.5 times what you said
+you said 64 bytes, it is 96 bytes: 1.5 times too low
 """
 
 from picotron_edu.show.ledger import duration, number
@@ -12,19 +12,19 @@ CLOSE = 1.1  # within this factor a guess at a measured quantity is right
 
 
 def prediction(yours: float, measured: float, unit: str = "") -> None:
-    """Print `yours` beside `measured` and the factor between them.
+    """Print `yours` beside the `measured` (or counted) number, and the factor between them.
 
     unit   "seconds" chooses a readable unit (µs, ms, s); any other is written after the numbers
     """
     for name, value in (("yours", yours), ("measured", measured)):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: give a number")
-    print(f"you said {_text(yours, unit)}, measured {_text(measured, unit)}: ", end="")
+    print(f"you said {_text(yours, unit)}, it is {_text(measured, unit)}: ", end="")
     print(verdict(yours, measured))
 
 
 def verdict(yours: float, measured: float) -> str:
-    """How far off: "exactly", "close", or the factor."""
+    """How far off: "exactly right", "close", or the factor."""
     if yours == measured:
         return "exactly right"
     if yours <= 0 or measured <= 0:

@@ -10,6 +10,7 @@ inside a span) share its height. A message that names the rank it waited for is 
 rank arrives, and an arrow leads from the late rank to the waiting one.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ SHORTEST_WAIT = 0.004  # of the whole time; shorter waits are noise
 
 def timeline(
     trace: Sequence[Any],
-    caption: str = "Each rank's work and messages; arrows lead from a late rank to the waiting.",
+    caption: str = "Each rank's work and messages; arrows lead from a late rank to those waiting.",
 ) -> Picture:
     """Draw the events of `trace` (or any sequence of Event-like objects), times in milliseconds.
 
@@ -107,20 +108,17 @@ def _bar(
     ax.add_patch(_rectangle(left + wait, top, width - wait, height, kind))
 
     inches = (WIDTH - 1.4) / (whole * 1e3)  # an inch of paper holds this many milliseconds
-    name = f"{event.name} {event.axis}".strip() if event.lane == "comm" else event.name
-    for text in (name, event.name):
-        fits = [w * inches > len(text) * INCHES_PER_CHARACTER + 0.06 for w in (width - wait, wait)]
-        if height >= 0.15 and any(fits):
-            x = left + wait + (width - wait) / 2 if fits[0] else left + wait / 2
-            colour = KIND_COLOURS[kind if fits[0] else "waiting"]
-            box = None if fits[0] and kind != "waiting" else {"fc": PAPER, "ec": "none", "pad": 1}
-            look: dict[str, Any] = {
-                "ha": "center",
-                "va": "center_baseline",
-                "fontsize": 9,
-                "color": ink(colour),
-            }
-            ax.text(x, top + height / 2, text, bbox=box, clip_on=True, **look)
+    names = [event.name]
+    if event.lane == "comm" and event.axis not in ("", "world"):
+        names.insert(0, f"{event.name} {event.axis}")
+    places = [(left + wait, width - wait, kind), (left, wait, "waiting")]
+    for (start, room, under), name in itertools.product(places, names):
+        if height >= 0.15 and room * inches > len(name) * INCHES_PER_CHARACTER + 0.06:
+            look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9}
+            if under == "waiting":  # the hatching would make the name hard to read
+                look["bbox"] = {"fc": PAPER, "ec": "none", "pad": 1}
+            x, y = start + room / 2, top + height / 2
+            ax.text(x, y, name, color=ink(KIND_COLOURS[under]), clip_on=True, **look)
             break
     return kinds
 
