@@ -111,13 +111,13 @@ class Board:
         return place, call
 
     def new_place(self, key: int, ranks: Sequence[int]) -> int:
-        (free,) = np.nonzero(self.columns["key"][self.rank] == 0)
-        if not len(free):
+        keys = self.columns["key"][self.rank].tolist()
+        if 0 not in keys:
             raise RuntimeError(
                 f"rank {self.rank} talks over more than {GROUPS} axes: make a Mesh once and use it "
                 f"again"
             )
-        place = int(free[0])
+        place = keys.index(0)
         self.columns["members"][self.rank, place, list(ranks)] = 1
         self.columns["key"][self.rank, place] = key
         return place
@@ -159,10 +159,10 @@ class Board:
     def place_of(self, rank: int, key: int) -> int | None:
         """Where `rank` has noted the axis `key`; None if it has not used it yet."""
         if (rank, key) not in self.places:
-            (found,) = np.nonzero(self.columns["key"][rank] == key)
-            if not len(found):
+            keys = self.columns["key"][rank].tolist()
+            if key not in keys:
                 return None
-            self.places[rank, key] = int(found[0])
+            self.places[rank, key] = keys.index(key)
         return self.places[rank, key]
 
     def entries(
@@ -204,15 +204,16 @@ class Board:
         late: set[int] = set()
         if self.state_of(rank) != WAITING:
             return late
-        for place in np.nonzero(column["waiting"][rank])[0]:
-            key, call = int(column["key"][rank, place]), column["waiting"][rank, place]
-            for peer in np.nonzero(column["members"][rank, place])[0].tolist():
-                at = self.place_of(peer, key)
+        # lists, not arrays: others write while this one reads
+        for place, call in enumerate(column["waiting"][rank].tolist()):
+            members = column["members"][rank, place].tolist() if call else []
+            for peer in (p for p, is_member in enumerate(members) if is_member):
+                at = self.place_of(peer, int(column["key"][rank, place]))
                 if at is None or column["calls"][peer, at] < call:
                     late.add(peer)
         for kind, other in OPPOSITE.items():
-            behind = column[f"{kind} waiting"][rank] > column[f"{other} count"][:, rank]
-            late |= set(np.nonzero(behind)[0].tolist())
+            waiting, count = column[f"{kind} waiting"][rank], column[f"{other} count"][:, rank]
+            late |= {p for p, n in enumerate(waiting.tolist()) if n > count[p]}
         return late
 
     def deadlock(self) -> tuple[tuple[int, int], ...]:

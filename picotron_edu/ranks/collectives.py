@@ -11,10 +11,10 @@ Messages between two ranks are in `point_to_point.py`, the autograd versions in 
 
 Each takes an `Axis` and is a no-op when its size is 1. What torch leaves to the caller is done here
 once: strided tensors are copied to contiguous ones and back (gloo reads them wrongly, silently);
-fp8 travels as bytes; empty tensors do not travel at all (gloo hangs on some); shapes and types are
-compared before anything is sent; sources are places on the axis, never global ranks; old and new
-torch names are bridged. With `async_op=True` a `Handle` is returned: compute, then `handle.wait()`
-for the result. Each message leaves one event in the trace.
+fp8 travels as bytes; for empty tensors the ranks only meet (gloo hangs on some); shapes and types
+are compared before anything is sent; sources are places on the axis, never global ranks; old and
+new torch names are bridged. With `async_op=True` a `Handle` is returned: compute, then
+`handle.wait()` for the result. Each message leaves one event in the trace.
 
 Source: torch.distributed; ring bytes from Patarasuk and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009, section 3.
@@ -52,6 +52,11 @@ def copy_back(x: Tensor, data: Tensor) -> Tensor:
     return x
 
 
+def meet(axis: Axis) -> list[dist.Work | None]:
+    """What starts in place of a message without content."""
+    return [dist.barrier(group=axis.group, async_op=True)]
+
+
 def begin(handle: Handle, async_op: bool) -> Any:
     return handle.record_true_end() if async_op else handle.wait()
 
@@ -73,7 +78,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
 
     def start() -> list[dist.Work | None]:
         if not data.numel():
-            return []
+            return meet(axis)
         return [dist.all_reduce(data, OPS[op], group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
@@ -93,7 +98,7 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> An
 
     def start() -> list[dist.Work | None]:
         if not data.numel():
-            return []
+            return meet(axis)
         return [dist.broadcast(data, source, group=axis.group, async_op=True)]
 
     what = f"broadcast({describe(x)}, src={src})"
@@ -115,7 +120,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> A
 
     def start() -> list[dist.Work | None]:
         if not data.numel():
-            return []
+            return meet(axis)
         return [_all_gather(parts.view(-1), data.view(-1), group=axis.group, async_op=True)]
 
     def finish() -> Tensor:
@@ -143,7 +148,7 @@ def reduce_scatter(
 
     def start() -> list[dist.Work | None]:
         if not data.numel():
-            return []
+            return meet(axis)
         flat = piece.view(-1), data.view(-1)
         return [_reduce_scatter(*flat, op=OPS[op], group=axis.group, async_op=True)]
 
@@ -176,7 +181,7 @@ def all_to_all(
 
     def start() -> list[dist.Work | None]:
         if not row.numel():
-            return []
+            return meet(axis)
         return [dist.all_to_all_single(came, data, into, out, group=axis.group, async_op=True)]
 
     others = [i for i in range(axis.size) if i != axis.index]
@@ -201,8 +206,5 @@ def all_to_all(
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has come here."""
 
-    def start() -> list[dist.Work | None]:
-        return [dist.barrier(group=axis.group, async_op=True)]
-
     if axis.size > 1:
-        Handle(axis, "barrier", "barrier", 0, start, lambda: None).wait()
+        Handle(axis, "barrier", "barrier", 0, lambda: meet(axis), lambda: None).wait()
