@@ -52,11 +52,11 @@ clean:
 # ---- set-up: a stamp file says what .venv holds, so that a second call has nothing to do ----
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(call install,.)
+	@$(call install,.)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(call install,.[dev])
+	@$(call install,.[dev])
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:
@@ -69,21 +69,17 @@ $(BIN)/python:
 	  echo "making $(VENV) with $$python, $$($$python -V 2>&1)"; \
 	  exec $$python -m venv $(VENV); \
 	done; \
-	echo "The course needs Python 3.11 or newer;$${found:- found none}" \
+	echo "The course needs Python 3.11 or newer;$${found:- found none;}" \
 	  "install one (https://www.python.org/downloads) and say: make PYTHON=/path/to/python3.12" >&2; \
 	exit 1
 
 # The default torch wheel for Linux carries CUDA, several GB. Without an NVIDIA GPU take the small
 # one from torch's own index, if that answers; macOS has only one kind of wheel.
-define torch_index
-$$(if [ "$$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 && timeout 8 $(BIN)/python -c \
-  'from urllib.request import urlopen; urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; \
-  then echo "$(CPU_INDEX)"; fi)
-endef
+torch_index = $$(if [ "$$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 \
+  && timeout 8 $(BIN)/python -c 'import sys, urllib.request as web; web.urlopen(sys.argv[1], timeout=5)' \
+  $(CPU_INDEX)/torch/ 2>/dev/null; then echo "$(CPU_INDEX)"; fi)
 
-define install
-@index="$(if $(TORCH_INDEX),$(TORCH_INDEX),$(torch_index))"; \
-echo "installing $(1) (versions: $(CONSTRAINTS); torch from: $${index:-the plain index})"; \
-$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) \
+install = index="$(if $(TORCH_INDEX),$(TORCH_INDEX),$(torch_index))"; \
+  echo "installing $(1) (versions: $(CONSTRAINTS); torch from: $${index:-the plain index})"; \
+  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) \
   $${index:+--extra-index-url "$$index"} --editable '$(1)'
-endef

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -81,24 +80,39 @@ def chapter_file(folder: Path, chapter: str, suffix: str = ".ipynb") -> Path:
 
 
 def lab(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jupyterlab.labapp import LabApp
+
     root = find_root()
     first = chapter_file(root / "notebooks", "00")
-    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}", str(first)]
+    flags = [
+        f"--ServerApp.root_dir={root}",
+        f"--LabApp.default_url=/lab/tree/notebooks/{first.name}",
+    ]
     try:
         webbrowser.get()
     except webbrowser.Error:
-        command.append("--no-browser")
+        flags.append("--no-browser")
         print("No browser here: open the address that JupyterLab prints below.", flush=True)
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # a container; Jupyter insists on being told
-        command.append("--allow-root")
-    return subprocess.call(command, cwd=root)
+        flags.append("--allow-root")
+    LabApp.launch_instance(flags)
+    return 0
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     script = chapter_file(find_root() / "notebooks", arguments.chapter, ".py")
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    nproc = f"--nproc-per-node={arguments.nproc}"
-    return subprocess.call([sys.executable, *launcher, nproc, str(script), *rest])
+    try:
+        torchrun.main(["--standalone", f"--nproc-per-node={arguments.nproc}", str(script), *rest])
+    except ChildFailedError as error:  # each rank has printed its own traceback
+        rank, failure = error.get_first_failure()
+        print(
+            f"picotron-edu: rank {rank} failed first, exit code {failure.exitcode}", file=sys.stderr
+        )
+        return 1
+    return 0
 
 
 def check(arguments: argparse.Namespace, rest: list[str]) -> int:

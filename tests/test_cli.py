@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from jupyterlab.labapp import LabApp
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from picotron_edu import cli, doctor
@@ -14,11 +15,13 @@ from picotron_edu.course.notebook import to_text
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A small course: one chapter with a script that repeats its flags."""
+    """A small course: one chapter with a script that writes down its rank and flags."""
     for folder in ("notebooks", "exercises", "solutions"):
         (tmp_path / folder).mkdir()
     (tmp_path / "notebooks/01_one.py").write_text(
-        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "import os, pathlib, sys\n"
+        "rank = os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]\n"
+        "pathlib.Path(__file__ + rank[0]).write_text(' '.join(rank))\n"
     )
     monkeypatch.setattr(cli, "find_root", lambda: tmp_path)
     return tmp_path
@@ -57,16 +60,26 @@ def test_an_unknown_chapter_says_which_exist(root, capsys, command):
     assert "(there: 01)" in error
 
 
-def test_run_starts_torchrun_with_the_ranks_and_the_scripts_own_flags(root, capfd):
-    assert cli.main(["run", "1", "--nproc", "2", "--steps", "-3", "--no-amp", "name"]) == 0
-    printed = sorted(line for line in capfd.readouterr().out.splitlines() if line)
-    flags = "['--steps', '-3', '--no-amp', 'name']"
-    assert printed == [f"0 2 {flags}", f"1 2 {flags}"]
+def picotron_edu(root, *command: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: torchrun changes the environment of the one it is in."""
+    code = "import sys; from pathlib import Path; from picotron_edu import cli\n"
+    code += f"cli.find_root = lambda: Path({str(root)!r}); sys.exit(cli.main({command!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_run_passes_on_the_exit_code(root):
+def test_run_starts_torchrun_with_the_ranks_and_the_scripts_own_flags(root):
+    done = picotron_edu(root, "run", "1", "--nproc", "2", "--steps", "-3", "--no-amp", "name")
+    assert done.returncode == 0
+    for rank in range(2):
+        said = (root / f"notebooks/01_one.py{rank}").read_text()
+        assert said == f"{rank} 2 --steps -3 --no-amp name"
+
+
+def test_run_fails_when_a_rank_fails(root):
     (root / "notebooks/01_one.py").write_text("raise SystemExit(7)")
-    assert cli.main(["run", "01"]) != 0
+    failed = picotron_edu(root, "run", "01")
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("picotron-edu: rank 0 failed first, exit code 7\n")
 
 
 @pytest.mark.parametrize("nproc", ["0", "two"])
@@ -112,19 +125,19 @@ def test_build_exercises_check_fails_before_they_are_built(root, capsys):
 
 def test_lab_opens_chapter_00_and_does_not_look_for_a_browser_that_is_not_there(root, monkeypatch):
     (root / "notebooks/00_meet.ipynb").write_text("{}")
-    called = []
-    monkeypatch.setattr(subprocess, "call", lambda command, cwd: called.extend(command) or 0)
+    flags = []
+    monkeypatch.setattr(LabApp, "launch_instance", flags.extend)
     monkeypatch.setattr(cli.webbrowser, "get", lambda: None)
     assert cli.main(["lab"]) == 0
-    assert called[:3] == [sys.executable, "-m", "jupyterlab"]
-    assert str(root / "notebooks/00_meet.ipynb") in called and "--no-browser" not in called
+    assert f"--ServerApp.root_dir={root}" in flags and "--no-browser" not in flags
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_meet.ipynb" in flags
 
     def none_here():
         raise cli.webbrowser.Error("no browser")
 
     monkeypatch.setattr(cli.webbrowser, "get", none_here)
     cli.main(["lab"])
-    assert "--no-browser" in called
+    assert "--no-browser" in flags
 
 
 # ---- doctor ----
