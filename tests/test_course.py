@@ -110,6 +110,10 @@ def test_assert_close_knows_a_wrong_value_and_its_hint():
     assert "Hint: nobody" in message(assert_close, 1.75, float("nan"), mistakes=mistakes)
     assert "Hint: stacked" in message(assert_close, [1, 2], [[1, 2]], mistakes=mistakes)
     assert "Hint: else" in message(assert_close, 1.75, 3.5, mistakes=mistakes, hint="else")
+    exact, near = torch.tensor([1.75, 1.75 + 1e-9], dtype=torch.float64)
+    mistakes = {"right by chance": exact}
+    said = message(assert_close, exact, near, mistakes=mistakes, hint="else", rtol=1e-12, atol=0)
+    assert said == "expected 1.75, got 1.75, off by 1e-09. Hint: else"
 
 
 def test_assert_close_insists_on_a_dtype_where_that_is_asked():
@@ -253,4 +257,7 @@ def test_an_answer_that_asks_the_world_in_place_of_its_axis_is_found_out(fn, sai
     run = run_each(sum_over_axis, inputs)
     assert run.values == [3, 3]
     assert_keeps_to_axis(sum_over_axis, inputs, run)
+    assert message(run_each, 3.0, inputs).startswith(
+        "expected a function, got 3. Hint: give its na"
+    )
     assert said in message(assert_keeps_to_axis, fn, inputs, run_each(fn, inputs))

@@ -118,7 +118,8 @@ def run_on_ranks(
         raise ExerciseError(f"on {world_size} ranks, {one_line(first_line)}{where}") from failed
     except RanksHung as hung:
         text = f"on {world_size} ranks, {describe_hang(hung)}"
-        raise ExerciseError(f"{text}. Hint: {hint}" if hint else text) from hung
+        busy = all("in no message" in wait.what for wait in hung.waits)  # an endless loop
+        raise ExerciseError(f"{text}. Hint: {hint}" if hint and not busy else text) from hung
     finally:
         print(printed.getvalue().partition("\n")[2], end="")
 
@@ -137,7 +138,8 @@ def describe_hang(hung: RanksHung) -> str:
         who, does = f"rank {waits[0].rank}", waits[0].what
         if len(waits) > 1:
             who = "ranks " + ", ".join(str(wait.rank) for wait in waits)
-            does = shared.replace("waits", "wait").replace("has", "have").replace("calls", "call")
+            does = re.sub("^(wait|call)s", r"\1", shared)
+            does = does.replace("has ", "have ").replace("is in", "are in")
         parts.append(f"{who} {does}" + (f" at {line}" if line else ""))
     return one_line(f"{why} {'; '.join(parts)}", 400).replace(" over axis 'world'", "")
 

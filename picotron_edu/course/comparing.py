@@ -56,7 +56,7 @@ def assert_close(
         fail(f"{name}expected {brief(wanted)}, got {brief(got)}{where}", question)
     if found.shape != wanted.shape:
         shapes = f"shape {tuple(wanted.shape)}, got {tuple(found.shape)}"
-        fail(f"{name}expected {shapes}{where}", recognise(found, mistakes) or hint)
+        fail(f"{name}expected {shapes}{where}", recognise(found, mistakes, wanted) or hint)
     if dtype not in (None, found.dtype):
         fail(
             f"{name}expected {dtype}, got {found.dtype}{where}",
@@ -67,21 +67,27 @@ def assert_close(
         return
     ratio = constant_ratio(wanted, found)
     by_ratio = next((text for key, text in hints.items() if close(key, ratio)), "")
-    chosen = recognise(found, mistakes) or by_ratio or hint
+    chosen = recognise(found, mistakes, wanted) or by_ratio or hint
     at = ""
     if wanted.numel() > 8:  # too long to show: show the first place that differs
         first = (~torch.isclose(found, wanted, rtol=rtol, atol=atol)).nonzero()[0].tolist()
         wanted, found, at = wanted[tuple(first)], found[tuple(first)], f" at {first}"
-    fail(f"{name}expected {brief(wanted)}, got {brief(found)}{at}{where}{factor(ratio)}", chosen)
+    close_by = f", off by {(found - wanted).abs().max():.1g}"  # too little to be seen in print
+    said = brief(found) + (close_by if brief(found) == brief(wanted) else "")
+    fail(f"{name}expected {brief(wanted)}, got {said}{at}{where}{factor(ratio)}", chosen)
 
 
-def recognise(found: torch.Tensor, mistakes: Mapping[str, Any]) -> str:
+def recognise(found: torch.Tensor, mistakes: Mapping[str, Any], wanted: torch.Tensor) -> str:
     """The hint of the wrong value that was found, or "" for a new mistake."""
-    for text, value in mistakes.items():
-        wrong = torch.as_tensor(value).double()
-        if wrong.shape == found.shape and torch.allclose(found.double(), wrong, equal_nan=True):
-            return text
-    return ""
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
+
+    values = {text: torch.as_tensor(value) for text, value in mistakes.items()}
+    hits = (
+        text for text, wrong in values.items() if same(found, wrong) and not same(wrong, wanted)
+    )
+    return next(hits, "")  # on few ranks a mistake may give the right value
 
 
 def constant_ratio(expected: torch.Tensor, got: torch.Tensor) -> float:
@@ -168,6 +174,8 @@ def call_pure(fn: Callable[..., Any], *args: Any) -> Any:
 
 def run_each(fn: Callable[..., Any], inputs: Sequence[Sequence[Any]], hint: str = "") -> Run:
     """`fn(*inputs[rank], world())` on each rank, which must leave its inputs as they are."""
+    if not callable(fn):
+        fail(f"expected a function, got {brief(fn)}", "give its name alone, without calling it")
     return run_on_ranks(
         lambda: call_pure(fn, *inputs[world().index], world()), len(inputs), hint=hint
     )
