@@ -133,6 +133,11 @@ def test_outside_a_notebook_a_picture_is_a_file_to_save(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_an_image_in_a_notebook_is_small():
+    assert len(drawn("ring of 4")[0].png()) < 60_000
+    assert len(drawn("all_reduce")[0].png()) < 30_000
+
+
 def test_the_same_picture_is_the_same_bytes():
     assert PICTURES["mesh 2d"]().png() == PICTURES["mesh 2d"]().png()
 
