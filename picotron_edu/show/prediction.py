@@ -33,9 +33,7 @@ def verdict(yours: float, measured: float) -> str:
     if factor < CLOSE:
         return f"close, within {100 * (factor - 1):.2g} %"
     times = f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
-    return (
-        f"{times} times what you said" if measured > yours else f"you said {times} times too much"
-    )
+    return f"{times} times too {'low' if yours < measured else 'high'}"
 
 
 def _text(value: float, unit: str) -> str:
