@@ -88,8 +88,8 @@ class TextData:
         if self.samples < needed:
             raise ValueError(
                 f"data {source!r} is too short: its {len(self.tokens)} {split} tokens make "
-                f"{self.samples} samples of sequence_length {sequence_length}, but {needed} are needed "
-                f"(global_batch_size {global_batch_size}): take a longer text or smaller numbers"
+                f"{self.samples} samples of sequence_length {sequence_length}, but {needed} are "
+                f"needed (global_batch_size {global_batch_size}): take more text or smaller numbers"
             )
 
     @property

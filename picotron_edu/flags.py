@@ -45,7 +45,7 @@ def parse_flags(
     values = vars(parser.parse_args(argv))
     try:
         return Config(**values)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         parser.error(in_flag_names(str(error), names))
 
 

@@ -35,6 +35,12 @@ def documents(source: str) -> Iterator[str]:
             yield from READERS[path.suffix](path)
 
 
+def check_source(source: str) -> None:
+    """Raise what `documents(source)` would raise at once, without reading anything."""
+    if source != "manual" and not source.startswith("hf:"):
+        files(source)
+
+
 def python_manual() -> Iterator[str]:
     """Some 80 chapters, 460 kB: the text behind `help("topics")`."""
     try:

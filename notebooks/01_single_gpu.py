@@ -1,0 +1,51 @@
+"""Chapter 01 as a script: train a small Llama on real text, on one GPU or one CPU.
+
+    python notebooks/01_single_gpu.py --steps 300
+    python notebooks/01_single_gpu.py --precision bfloat16 --micro-batch-size 4 --accumulation 2
+    python notebooks/01_single_gpu.py --data my_texts/ --hidden-size 256 --sequence-length 512
+    torchrun --nproc_per_node 2 notebooks/01_single_gpu.py        (or: python … --nproc 2)
+
+On several ranks it shows where the course starts from: every rank trains the same model on the same
+batches. Nothing is gained, and at the end all of them hold bit-identical weights.
+"""
+
+import hashlib
+
+import torch
+
+from picotron_edu.ranks import all_reduce, entrypoint, world
+from picotron_edu.train import TrainConfig, evaluate, sample_text, train
+
+
+def main(config: TrainConfig) -> None:
+    """Train a Llama on text, then let it write. Without flags: the Python manual, one minute."""
+    speaker = world().index == 0
+    history = train(config, progress=speaker)
+    model, data = history.model, history.data
+    if speaker:
+        print(history.summary())
+        validation = config.text("validation")
+        loss = evaluate(model, validation.validation_batches(), model.lm_head.weight.device)
+        print(f"loss on text it has not seen: {loss:.3f}\n")
+        print(sample_text(model, data, prompt="The ", seed=config.seed))
+    if world().size > 1:
+        compare_replicas(model)
+
+
+def compare_replicas(model: torch.nn.Module) -> None:
+    """All ranks hold the same weights, to the last bit: compare a hash of them."""
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(int.from_bytes(digest.digest()[:4], "big"), device=param.device)
+    least, most = all_reduce(mine.clone(), world(), "min"), all_reduce(mine.clone(), world(), "max")
+    if least != most:
+        raise RuntimeError("the replicas differ, although all ranks trained on the same batches")
+    if world().index == 0:
+        n = world().size
+        print(f"\nAll {n} replicas hold bit-identical weights: {n} ranks at the speed of one.")
+        print("Chapter 03 shares the batch out among them.")
+
+
+if __name__ == "__main__":
+    entrypoint(main, TrainConfig)

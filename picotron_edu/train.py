@@ -1,0 +1,241 @@
+"""Training on one rank: the step, the loop around it, and what it reports.
+
+A step: forward and backward for each micro-batch while gradients add up, then clip, then AdamW.
+
+    global batch   ┌ micro-batch 0 ┐ forward, backward ─┐
+                   │ micro-batch 1 │ forward, backward ─┼─(+)─▶ main_grad ─▶ clip ─▶ AdamW
+                   └ micro-batch 2 ┘ forward, backward ─┘
+                     only one micro-batch's activations are in memory at a time
+
+The loss is *the sum of token losses over the number of counted tokens of the whole global batch*.
+Dividing by that one number makes the result independent of how the batch is cut. The mean of the
+micro-batches' means is not: of losses (1, 1, 1) and (4) it makes 2.5, where the mean is 1.75.
+
+On many ranks "whole" means all of them: `total` sums a tensor over the ranks that share the
+batch, and on one rank there is nothing to sum. Later chapters add their techniques to this step,
+one line each.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from picotron_edu import flops, ranks
+from picotron_edu.data import Batch, TextData
+from picotron_edu.flags import flag
+from picotron_edu.layout import describe
+from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
+from picotron_edu.optim import AdamW, clip_by_global_norm, cosine_lr, keep_main_grads
+from picotron_edu.report import History, Progress, StepRecord, peak_memory
+from picotron_edu.text import check_source
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    model: str = flag(
+        "tiny", "a preset: tiny, llama-3.2-1b, llama-3-8b, … (vocabulary: the data's)"
+    )
+    num_hidden_layers: int | None = flag(None, "layers, in place of the preset's")
+    hidden_size: int | None = flag(None, "hidden size, in place of the preset's")
+    intermediate_size: int | None = flag(None, "feed-forward size, in place of the preset's")
+    num_attention_heads: int | None = flag(None, "query heads, in place of the preset's")
+    num_key_value_heads: int | None = flag(None, "key/value heads, in place of the preset's")
+    data: str = flag("manual", "manual, a .txt/.jsonl/.parquet file or folder, or hf:<dataset>")
+    data_megabytes: int = flag(100, "read at most so much of the text")
+    tokenizer: str | None = flag(None, "a tokenizer.json; without one, bytes are the tokens")
+    sequence_length: int = flag(256, "tokens in a sample")
+    micro_batch_size: int = flag(8, "samples per forward pass")
+    accumulation: int = flag(1, "micro-batches per optimizer step")
+    steps: int = flag(300, "optimizer steps")
+    lr: float = flag(3e-3, "learning rate at its peak")
+    warmup: int = flag(20, "steps until the peak")
+    weight_decay: float = flag(0.1, "AdamW's decay of matrices, times the learning rate")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this global norm")
+    precision: Literal["float32", "bfloat16"] = flag("float32", "type the model computes in")
+    device: Literal["auto", "cpu", "cuda", "mps"] = flag("auto", "where to train")
+    seed: int = flag(0, "of the weights and of the order of samples")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "data_megabytes",
+            "sequence_length",
+            "micro_batch_size",
+            "accumulation",
+            "steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "max_grad_norm"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        for name in ("warmup", "weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        longest = self.shape(vocab_size=256).max_position_embeddings
+        if self.sequence_length > longest:
+            raise ValueError(
+                f"sequence_length ({self.sequence_length}) is above the model's "
+                f"max_position_embeddings ({longest})"
+            )
+        check_source(self.data)
+
+    def shape(self, vocab_size: int) -> LlamaConfig:
+        """The preset with the changes asked for."""
+        preset = LlamaConfig.from_preset(self.model, vocab_size=vocab_size)
+        names = {f.name for f in fields(LlamaConfig)} & {f.name for f in fields(TrainConfig)}
+        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(preset, **changes)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation
+
+    def text(self, split: Literal["train", "validation"] = "train") -> TextData:
+        return TextData(
+            self.data,
+            self.sequence_length,
+            self.global_batch_size if split == "train" else self.micro_batch_size,
+            self.seed,
+            self.tokenizer,
+            split,
+            self.data_megabytes,
+        )
+
+
+def alone(x: Tensor) -> Tensor:
+    """The total over one rank."""
+    return x
+
+
+def accumulate(
+    model: nn.Module,
+    batch: Batch,
+    micro_batch_size: int,
+    total: Callable[[Tensor], Tensor] = alone,
+) -> Tensor:
+    """Forward and backward over this rank's rows; returns the loss of the global batch.
+
+    If no token at all is counted, the loss and all gradients are 0.
+    """
+    counted = total(batch.counted).clamp(min=1)
+    loss_sum = torch.zeros((), device=counted.device)
+    for micro in batch.split(micro_batch_size):
+        with ranks.span("forward"):
+            logits_BSV = model(micro.inputs_BS)
+            micro_sum, _ = token_loss_sum(logits_BSV, micro.labels_BS)
+        with ranks.span("backward"):
+            (micro_sum / counted).backward()
+        loss_sum = loss_sum + micro_sum.detach()
+    return total(loss_sum) / counted
+
+
+def train_step(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: AdamW,
+    micro_batch_size: int,
+    lr: float,
+    max_grad_norm: float = float("inf"),
+    total: Callable[[Tensor], Tensor] = alone,
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step; returns the loss and the gradient's norm before clipping."""
+    loss = accumulate(model, batch, micro_batch_size, total)
+    with ranks.span("optimizer"):
+        grad_norm = clip_by_global_norm(model.parameters(), max_grad_norm)
+        optimizer.step(lr)
+        optimizer.zero_grad()
+    return loss, grad_norm
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    total: Callable[[Tensor], Tensor] = alone,
+) -> float:
+    """The mean loss over all counted tokens: each sample once, however unequal the batches."""
+    loss_sum = torch.zeros((), device=device)
+    counted = torch.zeros((), device=device, dtype=torch.int64)
+    for batch in batches:
+        batch = batch.to(device)
+        batch_sum, batch_count = token_loss_sum(model(batch.inputs_BS), batch.labels_BS)
+        loss_sum, counted = loss_sum + batch_sum, counted + batch_count
+    return (total(loss_sum) / total(counted).clamp(min=1)).item()
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto": this rank's own device; for a single process the best one there is."""
+    if name != "auto":
+        return torch.device(name)
+    if ranks.world().size > 1:
+        return ranks.device()
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def build_model(config: TrainConfig, vocab_size: int) -> Llama:
+    """The model to train: on its device, in its precision, with layouts and float32 gradients."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision]
+    device = pick_device(config.device)
+    model = Llama(config.shape(vocab_size), config.seed, device, dtype)
+    describe(model)
+    keep_main_grads(model)
+    return model
+
+
+def train(config: TrainConfig, progress: bool = True) -> History:
+    """Train a new model; the history holds a record for each step, the model and the data."""
+    data = config.text()
+    model = build_model(config, data.vocab_size)
+    device, dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+    optimizer = AdamW(model.named_parameters(), weight_decay=config.weight_decay)
+    work = flops.model_flops(model.config, config.global_batch_size, config.sequence_length)
+    history = History(model, data, flops.peak_of(device, dtype))
+
+    with Progress(config.steps, shown=progress) as bar:
+        for step in range(config.steps):
+            start = time.perf_counter()
+            lr = cosine_lr(step, config.lr, config.warmup, config.steps, floor=config.lr / 10)
+            batch = data.batch(step).to(device)
+            loss, grad_norm = train_step(
+                model, batch, optimizer, config.micro_batch_size, lr, config.max_grad_norm
+            )
+            losses = loss.item(), grad_norm.item()  # waits until the device has finished
+            seconds = time.perf_counter() - start
+            tokens = batch.inputs_BS.numel()
+            speed = tokens / seconds
+            mfu = history.peak.utilization(work.total, seconds)
+            memory = peak_memory(device)
+            record = StepRecord(step, *losses, lr, tokens, seconds, speed, mfu, memory)
+            history.records.append(record)
+            bar.show(record)
+    return history
+
+
+@torch.no_grad()
+def sample_text(
+    model: Llama,
+    data: TextData,
+    prompt: str,
+    length: int = 300,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """Let the model write: draw the next token from its probabilities, again and again.
+
+    It reads the whole text so far for each token: simple, and fast enough for a look.
+    """
+    device, draw = model.lm_head.weight.device, torch.Generator().manual_seed(seed)
+    tokens = data.encode(prompt)
+    for _ in range(length):
+        context_BS = torch.tensor([tokens[-data.sequence_length :]], device=device)
+        logits_V = model(context_BS)[0, -1].float().cpu()
+        probabilities_V = (logits_V / temperature).softmax(dim=-1)
+        tokens.append(int(torch.multinomial(probabilities_V, 1, generator=draw)))
+    return data.decode(tokens)

@@ -1,0 +1,276 @@
+"""Sums in float32, AdamW as torch's, and one global norm whatever the layout."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from picotron_edu.layout import Cut, Layout, attach, describe
+from picotron_edu.optim import (
+    AdamW,
+    clip_by_global_norm,
+    cosine_lr,
+    global_norm,
+    grad_of,
+    keep_main_grads,
+    zero_grads,
+)
+
+
+@dataclass(frozen=True)
+class FakeAxis:
+    name: str
+    size: int
+    index: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+
+def param_with_grad(grad, *cuts: Cut, full_shape=None) -> nn.Parameter:
+    grad = torch.tensor(grad, dtype=torch.float64)
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    return attach(param, Layout("w", full_shape or tuple(grad.shape), cuts))
+
+
+def other_ranks_hold(*others: float):
+    """An all_reduce that adds (or maxes) what the other ranks would bring, and counts its calls."""
+
+    def all_reduce(x: torch.Tensor, axis: FakeAxis, op: str) -> torch.Tensor:
+        all_reduce.calls.append((axis.name, op))
+        for other in others:
+            x.copy_(x + other if op == "sum" else torch.maximum(x, torch.tensor(other).to(x)))
+        return x
+
+    all_reduce.calls = []
+    return all_reduce
+
+
+# Main gradients
+
+
+@pytest.mark.parametrize("micro_grads", [[256.0, 1.0], [1.0] * 1024])
+def test_micro_batch_gradients_add_up_in_float32(micro_grads):
+    """In bfloat16, 256 + 1 is 256, and 1024 ones are 256 (case 21)."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    keep_main_grads(model)
+    for grad in micro_grads:
+        model(torch.full((1, 1), grad, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.main_grad.dtype == torch.float32
+    assert grad_of(model.weight).item() == sum(micro_grads)
+    assert model.weight.grad is None  # else the first micro-batch would count twice
+
+
+def test_wide_gradients_are_kept_as_they_are_without_a_copy():
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    keep_main_grads(model)
+    keep_main_grads(model)  # asking twice does not count twice
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    first = model.weight.main_grad
+    assert first.dtype == torch.float64 and torch.equal(first, torch.ones(2, 3))
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert model.weight.main_grad is first and (first == 2).all()
+    zero_grads(model.parameters())
+    assert grad_of(model.weight) is None
+
+
+def test_a_weight_used_twice_gets_the_sum_of_both_uses():
+    model = nn.Linear(2, 2, bias=False)
+    keep_main_grads(model)
+    model(model(torch.ones(1, 2))).sum().backward()
+    got = grad_of(model.weight)
+    weight = model.weight.detach().clone().requires_grad_()
+    (torch.ones(1, 2) @ weight.T @ weight.T).sum().backward()
+    torch.testing.assert_close(got, weight.grad)
+
+
+# AdamW
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adamw_equals_torchs_with_decay_for_matrices_only(dtype):
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(5, 3, dtype=dtype), nn.Linear(5, 3, dtype=dtype)
+    theirs.load_state_dict(ours.state_dict())
+    describe(ours)
+    keep_main_grads(ours)
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}
+    optimizer = AdamW(ours.named_parameters(), weight_decay=0.3, **settings)
+    groups = [
+        {"params": [theirs.weight], "weight_decay": 0.3},
+        {"params": [theirs.bias], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, **settings)
+    for step in range(5):
+        x = torch.randn(4, 5, dtype=dtype)
+        for model in (ours, theirs):
+            model(x).square().sum().backward()
+        optimizer.step(lr=0.1 / (step + 1))
+        for group in reference.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_decay_goes_by_the_full_shape_not_by_the_pieces():
+    """A matrix cut into a flat piece is still a matrix."""
+    flat = nn.Parameter(torch.ones(3))
+    attach(flat, Layout("w", (3,)))
+    optimizer = AdamW([("w", flat)], weight_decay=0.5)
+    assert optimizer.decay_of(flat) == 0.0
+    matrix = attach(nn.Parameter(torch.ones(1, 3)), Layout("w", (1, 3)))
+    assert optimizer.decay_of(matrix) == 0.5
+
+
+def test_small_steps_add_up_in_bfloat16_thanks_to_master_weights():
+    """A step of 0.001 is lost on a bfloat16 weight of 1: without master weights it stands still."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    assert model.weight - 0.001 == 1.0
+    describe(model)
+    keep_main_grads(model)
+    optimizer = AdamW(model.named_parameters(), lr=0.001, weight_decay=0.0)
+    for _ in range(100):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert abs(optimizer.masters["weight"].item() - 0.9) < 1e-4
+    assert abs(model.weight.item() - 0.9) < 0.004  # the master weight, rounded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "after_construction", "after_a_step"),
+    [(torch.float32, 0, 8), (torch.bfloat16, 4, 12), (torch.float64, 0, 16)],
+)
+def test_state_bytes_per_parameter(dtype, after_construction, after_a_step):
+    model = nn.Linear(10, 10, bias=False, dtype=dtype)
+    describe(model)
+    optimizer = AdamW(model.named_parameters())
+    assert optimizer.state_bytes() == 100 * after_construction
+    model(torch.ones(1, 10, dtype=dtype)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_bytes() == 100 * after_a_step
+
+
+def test_a_parameter_without_gradient_keeps_its_value_and_gets_no_state():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    describe(model)
+    keep_main_grads(model)
+    before = model[1].weight.detach().clone()
+    optimizer = AdamW(model.named_parameters(), weight_decay=0.1)
+    model[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[1].weight, before)
+    assert set(optimizer.moments) == {"0.weight", "0.bias"}
+
+
+# The learning rate
+
+
+def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine():
+    rates = [cosine_lr(step, peak=1.0, warmup=4, total=24, floor=0.1) for step in range(30)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[14] == pytest.approx(0.55)  # half-way between peak and floor
+    assert rates[24:] == pytest.approx([0.1] * 6)
+    assert all(a >= b for a, b in pairwise(rates[4:]))
+    assert cosine_lr(0, peak=1.0, warmup=0, total=10) == 1.0
+
+
+# The global norm
+
+
+def test_one_rank_norm_is_the_norm_of_all_numbers():
+    params = [param_with_grad([3.0, 0.0]), param_with_grad([[0.0], [4.0]])]
+    assert global_norm(params).item() == 5.0
+    assert global_norm(params, order=math.inf).item() == 4.0
+    assert global_norm([]).item() == 0.0
+
+
+@pytest.mark.parametrize(("index", "shard", "other"), [(0, [3.0, 0.0], 16.0), (1, [0.0, 4.0], 9.0)])
+def test_shards_are_summed_over_their_axis(index, shard, other):
+    """Shards (3, 0) and (0, 4): 5 on both ranks, not 3 and 4 (case 15)."""
+    cut = Cut(0, FakeAxis("dp", 2, index))
+    param = param_with_grad(shard, cut, full_shape=(4,))
+    norm = clip_by_global_norm([param], 1.0, other_ranks_hold(other))
+    assert norm.item() == 5.0
+    expected = torch.tensor(shard, dtype=torch.float64) / 5  # 0.6 and 0.8
+    torch.testing.assert_close(param.grad, expected, rtol=1e-12, atol=0)
+
+
+def test_the_inf_norm_takes_the_largest_over_the_axis():
+    param = param_with_grad([3.0, 0.0], Cut(0, FakeAxis("dp", 2, 0)), full_shape=(4,))
+    reduce = other_ranks_hold(4.0)
+    assert global_norm([param], reduce, order=math.inf).item() == 4.0
+    assert reduce.calls == [("dp", "max")]
+
+
+def test_a_replicated_gradient_counts_once_and_sends_nothing():
+    """0.8 on both ranks is 0.8 and not clipped; counted twice it would be 1.131 (case 16)."""
+    param = param_with_grad([0.8])
+    reduce = other_ranks_hold(0.64)
+    assert clip_by_global_norm([param], 1.0, reduce).item() == pytest.approx(0.8, abs=1e-15)
+    assert param.grad.item() == 0.8
+    assert reduce.calls == []
+
+
+def test_shards_and_replicated_parameters_together():
+    """Tensor-parallel shards of norm 3 and 4 and a replicated 12: 13, not 17.69 (case 16)."""
+    tp = FakeAxis("tp", 2, 0)
+    params = [param_with_grad([3.0], Cut(0, tp), full_shape=(2,)), param_with_grad([12.0])]
+    assert global_norm(params, other_ranks_hold(16.0)).item() == 13.0
+
+
+def test_a_parameter_cut_twice_is_summed_over_both_axes_in_a_fixed_order():
+    tp, dp = FakeAxis("tp", 2, 0), FakeAxis("dp", 2, 0)
+    param = param_with_grad([[1.0]], Cut(1, tp), Cut(0, dp), full_shape=(2, 2))
+    reduce = other_ranks_hold(1.0)
+    assert global_norm([param], reduce).item() == pytest.approx(math.sqrt(3))
+    assert reduce.calls == [("dp", "sum"), ("tp", "sum")]
+
+
+def test_a_rank_without_gradients_or_with_an_empty_shard_still_joins_the_sum():
+    axis = FakeAxis("dp", 2, 1)
+    empty = param_with_grad([], Cut(0, axis), full_shape=(1,))
+    idle = attach(nn.Parameter(torch.zeros(1)), Layout("w", (2,), (Cut(0, axis),)))
+    for params in ([empty], [idle]):
+        for order in (2.0, math.inf):
+            reduce = other_ranks_hold(9.0)
+            assert global_norm(params, reduce, order).item() == (3.0 if order == 2.0 else 9.0)
+            assert len(reduce.calls) == 1
+
+
+def test_a_cut_parameter_needs_all_reduce_and_the_error_names_it():
+    param = param_with_grad([3.0], Cut(0, FakeAxis("tp", 2, 0)), full_shape=(2,))
+    with pytest.raises(ValueError, match="w is cut over tp: the norm needs all_reduce"):
+        global_norm([param])
+
+
+def test_a_parameter_without_layout_is_refused():
+    with pytest.raises(ValueError, match="has no layout"):
+        global_norm([nn.Parameter(torch.zeros(2))])
+
+
+def test_clipping_leaves_small_and_zero_gradients_alone():
+    small, zero = param_with_grad([0.3, 0.4]), param_with_grad([0.0, 0.0])
+    assert clip_by_global_norm([small], 1.0).item() == pytest.approx(0.5)
+    assert small.grad.tolist() == [0.3, 0.4]
+    assert clip_by_global_norm([zero], 1.0).item() == 0.0
+    assert zero.grad.tolist() == [0.0, 0.0]
+
+
+def test_clipping_scales_the_main_gradient():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    describe(model)
+    keep_main_grads(model)
+    model(torch.full((1, 1), 8.0, dtype=torch.bfloat16)).sum().backward()
+    assert clip_by_global_norm(model.parameters(), 2.0).item() == 8.0
+    assert model.weight.main_grad.item() == 2.0
