@@ -86,14 +86,14 @@ class Picture:
         self.caption = caption
 
     def png(self) -> bytes:
-        """The image in 64 colours: it looks the same, and a notebook of them is a third as large."""
+        """The image in 64 colours: it looks the same, in a third of the bytes."""
         canvas = FigureCanvasAgg(self.figure)
         with style():
             canvas.draw()
         image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
         buffer = BytesIO()
         few = image.quantize(64, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-        few.save(buffer, format="png", optimize=True)
+        few.save(buffer, format="png")
         return buffer.getvalue()
 
     def save(self, path: str | Path) -> None:
