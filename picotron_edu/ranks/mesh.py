@@ -160,7 +160,7 @@ class Mesh:
         lines = [" " * left + "".join(f"{last} {i}".rjust(width) for i in range(grid.shape[-1]))]
         for label, row in zip(labels, grid.reshape(-1, grid.shape[-1]).tolist()):
             cells = (f"[{r}]" if r == self.rank else f"{r} " for r in row)
-            lines.append(label.ljust(left) + "".join(cell.rjust(width) for cell in cells))
+            lines.append((label.ljust(left) + "".join(c.rjust(width) for c in cells)).rstrip())
         return "\n".join(lines)
 
     def __repr__(self) -> str:
