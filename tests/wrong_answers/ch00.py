@@ -512,7 +512,6 @@ WRONG_ANSWERS = (
     ("0.2", divides_by_ranks, "Hint: divide by the number of values, not of ranks"),
     ("0.2", forgets_to_divide, "4 times too large. Hint: that is the sum"),
     ("0.2", stays_at_home, "Hint: that is the mean of this rank's own values"),
-    ("0.2", empty_rank_stays_away, "on 3 ranks, "),
     ("0.2", empty_rank_stays_away, "Hint: every rank must make the same calls"),
     (
         "0.2",
@@ -556,7 +555,6 @@ WRONG_ANSWERS = (
     ("0.3", always_sends_its_own_piece, "on 3 ranks, the ranks do not agree on what they call"),
     ("0.3", one_step_too_few, "[0, 0]] on rank 0. Hint: after n−1 steps"),
     ("0.3", float_buffers, "receive float32"),
-    ("0.3", sends_then_receives, "wait for each other for ever: ranks 0, 1 wait in send"),
     ("0.3", sends_then_receives, "Hint: in one call send a piece right and receive one"),
     ("0.3", forgets_the_modulo, "has places 0 to 1"),
     (
@@ -593,7 +591,6 @@ WRONG_ANSWERS = (
         once_round_the_ring,
         "expected 2 × send_recv, got 3 × send_recv on rank 0. Hint: each round",
     ),
-    ("0.5", sends_x_again, "on 4 ranks: expected"),
     ("0.5", sends_x_again, "Hint: in the next round send what you have added up, not x again"),
     ("0.5", adds_to_x, "Hint: in round k swap totals with the rank 2**k places away"),
     ("0.5", adds_in_place, "your function changed its input from"),
