@@ -229,7 +229,7 @@ class Board:
         """What every rank is doing now; of a failed one, the message it failed in."""
         now, waits = time.perf_counter(), []
         for rank, slot in enumerate(self.slots):
-            what, axis, line = (slot[key].decode() for key in ("what", "axis", "line"))
+            what, axis, line = (slot[k].decode(errors="replace") for k in ("what", "axis", "line"))
             state, since = int(slot["state"]), now - float(slot["since"])
             if state == WAITING:
                 what = f"waits in {what} over axis '{axis}'"
