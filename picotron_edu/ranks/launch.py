@@ -26,7 +26,8 @@ from ..flags import parse_flags
 from .errors import RanksError
 from .link import Link
 from .packing import pack
-from .pool import Outcome, RankPool, cores, show
+from .pool import Outcome, RankPool
+from .printing import show
 from .runtime import CURRENT, Runtime
 from .trace import Event, Trace
 
@@ -51,6 +52,13 @@ class Run(Sequence):
 
     def __repr__(self) -> str:
         return f"Run of {len(self)} ranks: run[r], run.output[r], run.trace"
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:

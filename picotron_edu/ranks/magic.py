@@ -25,7 +25,8 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from .errors import RanksError
 from .launch import make_spec, pick_backend
 from .link import Link
-from .pool import RankPool, show
+from .pool import RankPool
+from .printing import show
 from .start import fork_server
 
 

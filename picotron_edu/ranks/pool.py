@@ -1,5 +1,4 @@
-"""A pool of ranks, seen from the notebook: send them work, hear what they say, end them in every
-case.
+"""A pool of ranks, seen from the notebook: send them work, hear them, end them in every case.
 
 `RankPool.run` is one loop that waits for the ranks' pipes and asks three questions each time round:
 
@@ -15,9 +14,8 @@ success the pool is ended, and the fork server kills what is left of it.
 from __future__ import annotations
 
 import contextlib
-import os
+import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -54,9 +52,12 @@ class RankPool:
         self.folder = Path(tempfile.mkdtemp(prefix="picotron-edu-"))
         self.board = Board(self.folder / "board", world_size)
         self.alive = True
-        self.ready: set[int] = set()
         spec = {**spec, "world_size": world_size, "folder": str(self.folder)}
-        self.workers = start_workers(world_size, spec, method)
+        try:
+            self.workers = start_workers(world_size, spec, method)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def __enter__(self) -> RankPool:
         return self
@@ -227,35 +228,10 @@ class Task:
         while (left := until - time.monotonic()) > 0 and not self.where.keys() >= set(asked):
             self.listen(left)
         for rank in asked:
-            line = place(*readers_frames(self.where[rank])[-1]) if rank in self.where else ""
-            what = (
-                waits[rank].what
-                if line
-                else "does not answer: it is busy outside Python, or stopped"
-            )
-            waits[rank] = replace(waits[rank], what=what, line=line)
+            if rank in self.where:
+                line = place(*readers_frames(self.where[rank])[-1])
+                waits[rank] = replace(waits[rank], line=line)
+            else:
+                what = "does not answer: busy outside Python, or stopped"
+                waits[rank] = replace(waits[rank], what=what)
         return [replace(w, line=tidy(w.line)) for w in waits]
-
-
-def show(texts: list[list[tuple[str, str]]], skip: int | None = None) -> None:
-    """Print what the ranks printed, once, grouped in rank order."""
-    lines = []
-    for rank, pieces in enumerate(texts):
-        text = "".join(piece for _, piece in pieces)
-        if rank != skip and text:
-            lines += [f"rank {rank} │ {line}" for line in plain(text).splitlines()]
-    if lines:
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
-
-
-def plain(text: str) -> str:
-    """As a terminal would leave it: of a line drawn over and over with \\r, only the last state."""
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

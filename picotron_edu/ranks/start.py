@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,14 +24,15 @@ from .packing import pack
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
-def python(module: str, *args: str, environ: Mapping[str, str], **options: Any) -> subprocess.Popen:
-    """Start `python -m module args` in its own session: Ctrl-C in a terminal does not reach it."""
-    path = os.pathsep.join(filter(None, [PACKAGE_ROOT, environ.get("PYTHONPATH")]))
+def python(module: str, *args: str, **options: Any) -> subprocess.Popen:
+    """Start a module of this package, in a session that Ctrl-C in a terminal does not reach."""
+    find = f"import runpy, sys; sys.path.insert(0, {PACKAGE_ROOT!r})"
+    run = f"runpy.run_module({module!r}, run_name='__main__')"
     return subprocess.Popen(
-        [sys.executable, "-m", module, *args],
+        [sys.executable, "-c", f"{find}; {run}", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        env={**environ, "PYTHONPATH": path},
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
         **options,
     )
@@ -41,18 +41,12 @@ def python(module: str, *args: str, environ: Mapping[str, str], **options: Any) 
 class ForkServer:
     """The notebook's hold on its fork server."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         self.control, theirs = socket.socketpair()
         self.lock = threading.Lock()
         with theirs:
             fd = theirs.fileno()
-            self.process = python(
-                "picotron_edu.ranks.server",
-                str(fd),
-                environ=environ,
-                pass_fds=[fd],
-                stderr=subprocess.DEVNULL,
-            )
+            self.process = python("picotron_edu.ranks.server", str(fd), pass_fds=[fd])
 
     @property
     def alive(self) -> bool:
@@ -65,7 +59,7 @@ class ForkServer:
 
 @functools.lru_cache(maxsize=1)
 def _fork_server(pid: int) -> ForkServer:  # one for each notebook process, also after a fork
-    return ForkServer(os.environ.copy())
+    return ForkServer()
 
 
 def fork_server() -> ForkServer:
@@ -129,16 +123,8 @@ class SpawnedWorkers(Workers):
         for rank in range(world_size):
             ours, theirs = Pipe()
             handle, options = inheritable(theirs)
-            self.processes.append(
-                python(
-                    "picotron_edu.ranks.spawned",
-                    str(rank),
-                    str(handle),
-                    environ=os.environ,
-                    stderr=subprocess.DEVNULL,
-                    **options,
-                )
-            )
+            module = "picotron_edu.ranks.spawned"
+            self.processes.append(python(module, str(rank), str(handle), **options))
             theirs.close()
             self.pipes.append(ours)
             ours.send_bytes(pack(spec))
