@@ -18,92 +18,19 @@ one line each.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from picotron_edu import flops, ranks
+from picotron_edu.config import TrainConfig
 from picotron_edu.data import Batch, TextData
-from picotron_edu.flags import flag
 from picotron_edu.layout import describe
-from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
+from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, cosine_lr, keep_main_grads
 from picotron_edu.report import History, Progress, StepRecord, peak_memory
-from picotron_edu.text import check_source
 
-
-@dataclass(frozen=True)
-class TrainConfig:
-    model: str = flag(
-        "tiny", "a preset: tiny, llama-3.2-1b, llama-3-8b, … (vocabulary: the data's)"
-    )
-    num_hidden_layers: int | None = flag(None, "layers, in place of the preset's")
-    hidden_size: int | None = flag(None, "hidden size, in place of the preset's")
-    intermediate_size: int | None = flag(None, "feed-forward size, in place of the preset's")
-    num_attention_heads: int | None = flag(None, "query heads, in place of the preset's")
-    num_key_value_heads: int | None = flag(None, "key/value heads, in place of the preset's")
-    data: str = flag("manual", "manual, a .txt/.jsonl/.parquet file or folder, or hf:<dataset>")
-    data_megabytes: int = flag(100, "read at most so much of the text")
-    tokenizer: str | None = flag(None, "a tokenizer.json; without one, bytes are the tokens")
-    sequence_length: int = flag(256, "tokens in a sample")
-    micro_batch_size: int = flag(8, "samples per forward pass")
-    accumulation: int = flag(1, "micro-batches per optimizer step")
-    steps: int = flag(300, "optimizer steps")
-    lr: float = flag(3e-3, "learning rate at its peak")
-    warmup: int = flag(20, "steps until the peak")
-    weight_decay: float = flag(0.1, "AdamW's decay of matrices, times the learning rate")
-    max_grad_norm: float = flag(1.0, "clip the gradient to this global norm")
-    precision: Literal["float32", "bfloat16"] = flag("float32", "type the model computes in")
-    device: Literal["auto", "cpu", "cuda", "mps"] = flag("auto", "where to train")
-    seed: int = flag(0, "of the weights and of the order of samples")
-
-    def __post_init__(self) -> None:
-        for name in (
-            "data_megabytes",
-            "sequence_length",
-            "micro_batch_size",
-            "accumulation",
-            "steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lr", "max_grad_norm"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        longest = self.shape(vocab_size=256).max_position_embeddings
-        if self.sequence_length > longest:
-            raise ValueError(
-                f"sequence_length ({self.sequence_length}) is above the model's "
-                f"max_position_embeddings ({longest})"
-            )
-        check_source(self.data)
-
-    def shape(self, vocab_size: int) -> LlamaConfig:
-        """The preset with the changes asked for."""
-        preset = LlamaConfig.from_preset(self.model, vocab_size=vocab_size)
-        names = {f.name for f in fields(LlamaConfig)} & {f.name for f in fields(TrainConfig)}
-        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(preset, **changes)
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.accumulation
-
-    def text(self, split: Literal["train", "validation"] = "train") -> TextData:
-        return TextData(
-            self.data,
-            self.sequence_length,
-            self.global_batch_size if split == "train" else self.micro_batch_size,
-            self.seed,
-            self.tokenizer,
-            split,
-            self.data_megabytes,
-        )
+__all__ = ["TrainConfig", "accumulate", "evaluate", "sample_text", "train", "train_step"]
 
 
 def alone(x: Tensor) -> Tensor:
@@ -169,7 +96,7 @@ def evaluate(
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto": this rank's own device; for a single process the best one there is."""
+    """For "auto": this rank's own device; for a single process, the best one there is."""
     if name != "auto":
         return torch.device(name)
     if ranks.world().size > 1:
@@ -181,9 +108,8 @@ def pick_device(name: str) -> torch.device:
 
 def build_model(config: TrainConfig, vocab_size: int) -> Llama:
     """The model to train: on its device, in its precision, with layouts and float32 gradients."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision]
     device = pick_device(config.device)
-    model = Llama(config.shape(vocab_size), config.seed, device, dtype)
+    model = Llama(config.shape(vocab_size), config.seed, device, config.dtype)
     describe(model)
     keep_main_grads(model)
     return model
@@ -193,10 +119,10 @@ def train(config: TrainConfig, progress: bool = True) -> History:
     """Train a new model; the history holds a record for each step, the model and the data."""
     data = config.text()
     model = build_model(config, data.vocab_size)
-    device, dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+    device = model.lm_head.weight.device
     optimizer = AdamW(model.named_parameters(), weight_decay=config.weight_decay)
     work = flops.model_flops(model.config, config.global_batch_size, config.sequence_length)
-    history = History(model, data, flops.peak_of(device, dtype))
+    history = History(model, data, flops.peak_of(device, config.dtype))
 
     with Progress(config.steps, shown=progress) as bar:
         for step in range(config.steps):

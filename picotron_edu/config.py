@@ -1,0 +1,91 @@
+"""All settings of a training run: one frozen dataclass, whose fields are the scripts' flags.
+
+    TrainConfig(steps=100, precision="bfloat16")          in a notebook
+    --steps 100 --precision bfloat16                      on the command line
+
+A value that cannot work is refused here, before anything is built or any rank is started.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from picotron_edu.data import TextData
+from picotron_edu.flags import flag
+from picotron_edu.model import LlamaConfig
+from picotron_edu.text import check_source
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    model: str = flag(
+        "tiny", "a preset: tiny, llama-3.2-1b, llama-3-8b, … (vocabulary: the data's)"
+    )
+    num_hidden_layers: int | None = flag(None, "layers, in place of the preset's")
+    hidden_size: int | None = flag(None, "hidden size, in place of the preset's")
+    intermediate_size: int | None = flag(None, "feed-forward size, in place of the preset's")
+    num_attention_heads: int | None = flag(None, "query heads, in place of the preset's")
+    num_key_value_heads: int | None = flag(None, "key/value heads, in place of the preset's")
+    data: str = flag("manual", "manual, a .txt/.jsonl/.parquet file or folder, or hf:<dataset>")
+    data_megabytes: int = flag(100, "read at most so much of the text")
+    tokenizer: str | None = flag(None, "a tokenizer.json; without one, bytes are the tokens")
+    sequence_length: int = flag(256, "tokens in a sample")
+    micro_batch_size: int = flag(8, "samples per forward pass")
+    accumulation: int = flag(1, "micro-batches per optimizer step")
+    steps: int = flag(300, "optimizer steps")
+    lr: float = flag(3e-3, "learning rate at its peak")
+    warmup: int = flag(20, "steps until the peak")
+    weight_decay: float = flag(0.1, "AdamW's decay of matrices, times the learning rate")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this global norm")
+    precision: Literal["float32", "bfloat16"] = flag("float32", "type the model computes in")
+    device: Literal["auto", "cpu", "cuda", "mps"] = flag("auto", "where to train")
+    seed: int = flag(0, "of the weights and of the order of samples")
+
+    def __post_init__(self) -> None:
+        counts = ("data_megabytes", "sequence_length", "micro_batch_size", "accumulation", "steps")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "max_grad_norm"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        for name in ("warmup", "weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        longest = self.shape(vocab_size=256).max_position_embeddings
+        if self.sequence_length > longest:
+            raise ValueError(
+                f"sequence_length ({self.sequence_length}) is above the model's "
+                f"max_position_embeddings ({longest})"
+            )
+        if self.device in ("cuda", "mps") and not getattr(torch, self.device).is_available():
+            raise ValueError(f"device '{self.device}' is not there on this machine; use 'auto'")
+        check_source(self.data)
+
+    def shape(self, vocab_size: int) -> LlamaConfig:
+        """The preset with the changes asked for."""
+        preset = LlamaConfig.from_preset(self.model, vocab_size=vocab_size)
+        names = {f.name for f in fields(LlamaConfig)} & {f.name for f in fields(TrainConfig)}
+        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(preset, **changes)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.precision]
+
+    def text(self, split: Literal["train", "validation"] = "train") -> TextData:
+        """The data to train on, or the part kept for validation."""
+        return TextData(
+            self.data,
+            self.sequence_length,
+            self.global_batch_size if split == "train" else self.micro_batch_size,
+            self.seed,
+            self.tokenizer,
+            split,
+            self.data_megabytes,
+        )
