@@ -101,7 +101,6 @@ class Board:
         column["signature"][me, place, call % HISTORY] = signature
         column["entered"][me, place, call % HISTORY] = time.perf_counter()
         column["calls"][me, place] = call
-        column["version"][me] += 1
         for peer in ranks:
             theirs = self.place_of(peer, key)
             if theirs is None or not call <= column["calls"][peer, theirs] < call + HISTORY:
@@ -129,7 +128,6 @@ class Board:
         column[f"{kind} signature"][me, peer, number % HISTORY] = signature
         column[f"{kind} posted"][me, peer, number % HISTORY] = time.perf_counter()
         column[f"{kind} count"][me, peer] = number
-        column["version"][me] += 1
         other = OPPOSITE[kind]
         count = column[f"{other} count"][peer, me]
         theirs = column[f"{other} signature"][peer, me, number % HISTORY]
@@ -152,7 +150,7 @@ class Board:
             self.columns["waiting"][self.rank, group[0]] = 0
         for kind, peer, _ in messages:
             self.columns[f"{kind} waiting"][self.rank, peer] = 0
-        self.state(WORKING)
+        self.columns["state"][self.rank] = WORKING
 
     # ---- read by anybody -------------------------------------------------------------------
 

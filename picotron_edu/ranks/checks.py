@@ -50,7 +50,8 @@ def reducible(x: Tensor, op: str) -> None:
 
 def writable(x: Tensor) -> None:
     """Can a result be written into `x`? An expanded tensor has one number in many places."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+    strides = x.stride()
+    if 0 in strides and any(not by and size > 1 for by, size in zip(strides, x.shape)):
         raise ValueError(
             f"a tensor of shape {list(x.shape)} that was expanded cannot be written to: "
             f"its elements share their memory, use x.contiguous()"

@@ -65,7 +65,6 @@ class Handle:
     ) -> None:
         self.axis, self.operation, self.payload_bytes = axis, operation, payload_bytes
         self.wire_bytes = wire_bytes(operation, payload_bytes, axis.size)
-        self.link_bytes = link_bytes(operation, payload_bytes, axis.size)
         self.finish, self.result = finish, None
         self.done = False
         self.group: tuple[int, int] | None = None  # my place and call number on the board
@@ -81,8 +80,9 @@ class Handle:
                 for kind, place, text in messages
             ]
         self.queue: LinkQueue | None = None
-        self.arrival = 0.0
+        self.link_bytes = self.arrival = 0.0
         if runtime.link_of(axis.name):
+            self.link_bytes = link_bytes(operation, payload_bytes, axis.size)
             direction = "in" if operation == "receive" else "out"
             self.queue = runtime.queues.setdefault(f"{axis.name} {direction}", LinkQueue())
             self.queue.waiting.append(self)

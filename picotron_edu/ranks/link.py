@@ -36,18 +36,15 @@ def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
     1500.0
     """
     share = payload_bytes * (n - 1) / n
-    factors = {
-        "all_reduce": 2 * share,  # a reduce-scatter, then an all-gather
-        "all_gather": share,
-        "reduce_scatter": share,
-        "all_to_all": share,
-        "broadcast": share,
-        "barrier": 0.0,
-        "send": float(payload_bytes),
-        "receive": 0.0,
-        "send_recv": float(payload_bytes),
-    }
-    return factors[operation]
+    if operation == "all_reduce":
+        return 2 * share  # a reduce-scatter, then an all-gather
+    if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        return share
+    if operation in ("send", "send_recv"):
+        return float(payload_bytes)
+    if operation in ("receive", "barrier"):
+        return 0.0
+    raise ValueError(f"operation={operation!r}: no message of this name")
 
 
 def link_bytes(operation: str, payload_bytes: int, n: int) -> float:

@@ -18,7 +18,7 @@ def slot_type(world_size: int) -> np.dtype:
     """The layout of one rank's slot."""
     fields: list[tuple] = [
         ("state", "i8"),
-        ("version", "i8"),  # changes with every note: proves that nothing moved
+        ("version", "i8"),  # changes with every new wait: proves that nothing moved
         ("since", "f8"),
         ("what", "S160"),
         ("axis", "S40"),
