@@ -194,7 +194,7 @@ def test_mismatched_collectives_are_named_with_their_lines():
     lines = str(error).splitlines()
     assert lines[0] == "the ranks do not agree on what they call:"
     assert lines[1].startswith("  rank 0 calls all_reduce(float32[3], sum) over axis 'world' at ")
-    assert lines[2].startswith("  rank 1 calls all_gather(float32[3]) over axis 'world' at ")
+    assert lines[2].startswith("  rank 1 calls all_gather(float32[3], dim=0) over axis 'world' at ")
     assert "test_failures.py, line" in lines[1]
 
 
