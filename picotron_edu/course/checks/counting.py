@@ -149,7 +149,11 @@ def numbers_from(names: Sequence[str], answer: Callable[..., Any], *args: Any) -
 def memory_of_a_model(memory_of: Callable[..., Any]) -> str:
     names = ("weights", "gradients", "optimizer")
     hints: Sequence[Mapping[float, str]] = (
-        {1 / 4: "bytes, not parameters", 1 / 2: "a number has 2 bytes in bfloat16, 4 in float32"},
+        {
+            1 / 4: "bytes, not parameters",
+            1 / 2: "a number has 2 bytes in bfloat16, 4 in float32",
+            2: "a number has 2 bytes in bfloat16, 4 in float32",
+        },
         {1 / 2: "they are summed in float32: in bfloat16 256 + 1 is 256"},
         {
             1 / 2: "AdamW keeps two moments of each gradient",
@@ -184,15 +188,23 @@ def flops_of_a_step(flops_of: Callable[..., Any]) -> str:
     B, S, names = 7, 16, ("weights", "attention")
     common = {
         1 / 3: "backward costs twice as much as forward, for two gradients; a step is both",
-        2 / 3: "backward has two matmuls for each one of forward",
+        2 / 3: "a step is forward as well",
         4 / 3: "nothing is recomputed here: forward once, backward twice that",
-        1 / 2: "a matmul of m×k by k×n takes 2·m·k·n: multiplications and additions",
         1 / B: "that is one sequence: the step has `batch` of them",
         1 / SMALL.num_hidden_layers: "that is one layer",
     }
     hints = (
-        common | {1 / (B * S): "that is one token: the step has batch · sequence of them"},
-        common | {2: "causal: half of the scores are masked", 1 / S: "S queries times S keys"},
+        common
+        | {
+            1 / 2: "a matmul of m×k by k×n takes 2·m·k·n: multiplications and additions",
+            1 / (B * S): "that is one token: the step has batch · sequence of them",
+        },
+        common
+        | {
+            2: "causal: half of the scores are masked",
+            1 / 2: "two matmuls, the scores and the mix, of 2·S²·d each; causal takes half once",
+            1 / S: "S queries times S keys",
+        },
     )
     for config in SHAPES:
         said = numbers_from(names, flops_of, SizesOnly(config), B, S)

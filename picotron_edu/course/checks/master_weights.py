@@ -25,7 +25,8 @@ def weights_that_move(MasterSGD: Callable[..., Any]) -> str:
             f"expected the parameter to stay bfloat16, got {one.dtype}",
             "copy the master into it, which rounds: param.copy_(w)",
         )
-    moved = not torch.equal(torch.as_tensor(first_master(optimizer)).double(), torch.ones(3))
+    first(optimizer, "velocities")
+    moved = not torch.equal(torch.as_tensor(first(optimizer, "masters")).double(), torch.ones(3))
     still = "1 - 0.001 is 1 in bfloat16: what adds up is a float32 weight that lives on"
     assert_close(
         torch.full((3,), 0.9),
@@ -48,7 +49,9 @@ def weights_that_move(MasterSGD: Callable[..., Any]) -> str:
         for param, own in zip(params, grads):
             param.grad = own[i].clone()
         optimizer.step()
-    for param, start, own, got in zip(params, starts, grads, (first_master(optimizer), params[1])):
+    for param, start, own, got in zip(
+        params, starts, grads, (first(optimizer, "masters"), params[1])
+    ):
         assert_close(
             after(start, own, right),
             got,
@@ -56,9 +59,10 @@ def weights_that_move(MasterSGD: Callable[..., Any]) -> str:
             mistakes={hint: after(start, own, wrong) for hint, wrong in WRONG.items()},
             hint="v ← momentum · v + gradient, then w ← w − lr · v, all in float32",
         )
-    if not torch.equal(params[0], first_master(optimizer).to(torch.bfloat16)):
+    if not torch.equal(params[0], first(optimizer, "masters").to(torch.bfloat16)):
         fail(
-            f"expected {brief(first_master(optimizer).bfloat16())}, got {brief(params[0])}",
+            "the parameter, after 5 steps: "
+            f"expected {brief(first(optimizer, 'masters').bfloat16())}, got {brief(params[0])}",
             "after a step the parameter is the master weight, rounded to bfloat16",
         )
     state = state_bytes(optimizer, params)
@@ -79,19 +83,16 @@ def weights_that_move(MasterSGD: Callable[..., Any]) -> str:
     return "100 steps of 0.001 make 0.1, with 8 bytes of state a bfloat16 weight"
 
 
-def first_master(optimizer: Any) -> Tensor:
-    masters = getattr(optimizer, "masters", None)
-    if not isinstance(masters, (list, tuple)) or not isinstance(masters[0], Tensor):
-        fail(
-            f"expected a list of tensors in self.masters, got {brief(masters)}",
-            "one float32 weight for each parameter, in their order",
-        )
-    if masters[0].dtype != torch.float32:
-        fail(
-            f"expected masters[0] in torch.float32, got {masters[0].dtype}",
-            "in bfloat16 1 - 0.001 is 1: what adds up must be wider",
-        )
-    return masters[0]
+def first(optimizer: Any, name: str) -> Tensor:
+    """The first of `optimizer.masters` or `optimizer.velocities`, which must be float32."""
+    tensors = getattr(optimizer, name, None)
+    if not isinstance(tensors, (list, tuple)) or not isinstance(tensors[0], Tensor):
+        hint = "one for each parameter, in their order"
+        fail(f"expected a list of tensors in self.{name}, got {brief(tensors)}", hint)
+    if tensors[0].dtype != torch.float32:
+        hint = "in bfloat16 1 - 0.001 is 1: what adds up from step to step must be wider"
+        fail(f"expected {name}[0] in torch.float32, got {tensors[0].dtype}", hint)
+    return tensors[0]
 
 
 def after(start: Tensor, grads: Iterable[Tensor], rule: Rule) -> Tensor:
@@ -110,11 +111,6 @@ def right(v: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 def rounded(x: Tensor) -> Tensor:
     """As bfloat16 would have it."""
     return x.bfloat16().double()
-
-
-def rounded_velocity(v: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    v = rounded(rounded(0.9 * v) + grad)
-    return v, w - 0.01 * v
 
 
 def rounded_update(v: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +134,6 @@ def forgotten_velocity(v: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tens
 
 WRONG: Mapping[str, Rule] = MappingProxyType(
     {
-        "the velocity adds up as well: keep it in float32": rounded_velocity,
         "lr · v was rounded to bfloat16: compute it in float32": rounded_update,
         "the master must never be rounded: only the parameter is": rounded_master,
         "v ← momentum · v + gradient: all of the gradient": dampened,

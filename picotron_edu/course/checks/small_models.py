@@ -18,7 +18,7 @@ from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
 from picotron_edu.optim import zero_grads
 
 SMALL = LlamaConfig(
-    vocab_size=11,
+    vocab_size=13,
     hidden_size=24,
     intermediate_size=20,
     num_hidden_layers=5,
