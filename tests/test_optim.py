@@ -120,14 +120,12 @@ def test_adamw_equals_torchs_with_decay_for_matrices_only(dtype):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_decay_goes_by_the_full_shape_not_by_the_pieces():
-    """A matrix cut into a flat piece is still a matrix."""
-    flat = nn.Parameter(torch.ones(3))
-    attach(flat, Layout("w", (3,)))
-    optimizer = AdamW([("w", flat)], weight_decay=0.5)
-    assert optimizer.decay_of(flat) == 0.0
-    matrix = attach(nn.Parameter(torch.ones(1, 3)), Layout("w", (1, 3)))
-    assert optimizer.decay_of(matrix) == 0.5
+def test_a_single_row_of_a_matrix_decays_and_a_vector_does_not():
+    row = nn.Parameter(torch.ones(1, 3))
+    attach(row, Layout("w", (2, 3), (Cut(0, FakeAxis("tp", 2, 1)),)))
+    vector = attach(nn.Parameter(torch.ones(3)), Layout("norm", (3,)))
+    optimizer = AdamW([("w", row), ("norm", vector)], weight_decay=0.5)
+    assert (optimizer.decay_of(row), optimizer.decay_of(vector)) == (0.5, 0.0)
 
 
 def test_small_steps_add_up_in_bfloat16_thanks_to_master_weights():
