@@ -130,8 +130,6 @@ def describe_hang(hung: RanksHung) -> str:
     places: dict[tuple[str, str], list[Wait]] = {}
     for wait in hung.waits:
         kind = re.sub(r"(waits in \w+).*", r"\1", wait.what)
-        if ", receive " in wait.what:
-            kind = kind.replace("in send", "in send_recv")
         places.setdefault((kind, wait.line), []).append(wait)
     parts = []
     for (shared, line), waits in places.items():

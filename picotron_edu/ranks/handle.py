@@ -11,9 +11,10 @@ course adds to torch happens: the note on the board (who waits for whom), the ev
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,20 @@ class Handle:
             self.queue = runtime.queues.setdefault(f"{axis.name} {direction}", LinkQueue())
             self.queue.waiting.append(self)
         self.began = time.perf_counter()
-        self.works = [work for work in start() if work is not None]
+        with self.marked():
+            self.works = [work for work in start() if work is not None]
         self.ended: float | None = None  # known before wait() only where the backend tells
+
+    @contextlib.contextmanager
+    def marked(self) -> Iterator[None]:
+        """An error of the transfer itself is most often the echo of another rank's: mark it so."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.in_message = True  # type: ignore[attr-defined]
+            if board := self.axis.runtime.board:
+                board.unblock(self.group, self.messages)  # somebody may catch it and go on
+            raise
 
     def record_true_end(self) -> Handle:
         """Note when an asynchronous transfer ends, not when somebody comes to wait for it."""
@@ -119,8 +132,9 @@ class Handle:
         runtime = self.axis.runtime
         if board := runtime.board:
             board.block(self.group, self.messages)
-        for work in self.works:
-            work.wait()
+        with self.marked():
+            for work in self.works:
+                work.wait()
         end = self.ended or time.perf_counter()
         if self.queue and (link := runtime.link_of(self.axis.name)):
             end = self.queue.arrival(self, link)

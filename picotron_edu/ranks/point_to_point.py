@@ -70,11 +70,14 @@ def _point_to_point(
 
     parts = [f"send {describe(x)} to rank {axis.ranks[to]}" for x, to in sends]
     parts += [f"receive {describe(x)} from rank {axis.ranks[at]}" for x, at in receives]
+    what = ", ".join(parts)
+    if operation == "send_recv":
+        what = f"send_recv({what})"
     leaves, comes = (sum(x.nbytes for x, _ in part) for part in (out, into))
     handle = Handle(
         axis,
         operation,
-        ", ".join(parts),
+        what,
         comes if operation == "receive" else leaves,
         start,
         finish,

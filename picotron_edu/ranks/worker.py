@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .board import FAILED, RETURNED, WAITING, WORKING, Board, Mismatch
+from .board import FAILED, RETURNED, WORKING, Board, Mismatch
 from .packing import pack, unpack
 from .runtime import CURRENT, Runtime
 from .trace import Recorder
@@ -163,10 +163,9 @@ def run_task(kind: str, payload: Any, pipe: Pipe, runtime: Runtime, names: dict[
                 raise
         answer = pack_answer(value)
     except BaseException as error:
-        in_message = board.state_of(rank) == WAITING
         flush()
         board.state(FAILED)
-        pipe.send("failed", {**describe(error, rank), "in_message": in_message})
+        pipe.send("failed", describe(error, rank))
     else:
         flush()
         board.state(RETURNED)
@@ -240,5 +239,5 @@ def describe(error: BaseException, rank: int) -> dict[str, Any]:
         "message": str(error),
         "frames": frames,
         "mismatch": isinstance(error, Mismatch),
-        "in_message": False,
+        "in_message": getattr(error, "in_message", False),
     }
