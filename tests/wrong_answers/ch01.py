@@ -74,6 +74,15 @@ def gradients_in_bfloat16(config, dtype):
     return weights, weights, optimizer
 
 
+def both_gradients(config, dtype):
+    weights, gradients, optimizer = in_bytes(parameters(config), dtype)
+    return weights, gradients + (weights if dtype == torch.bfloat16 else 0), optimizer
+
+
+def gigabytes(config, dtype):
+    return tuple(count / 1e9 for count in in_bytes(parameters(config), dtype))
+
+
 def no_master_weights(config, dtype):
     weights, gradients, _ = in_bytes(parameters(config), dtype)
     return weights, gradients, 8 * parameters(config)
@@ -204,6 +213,8 @@ WRONG_ANSWERS = (
     ("1.1", always_four_bytes, "weights in bfloat16 of"),
     ("1.1", always_four_bytes, "2 times too large. Hint: a number has 2 bytes in bfloat16"),
     ("1.1", gradients_in_bfloat16, "2 times too small. Hint: they are summed in float32"),
+    ("1.1", both_gradients, "Hint: a bfloat16 gradient is gone as soon as it is added"),
+    ("1.1", gigabytes, "Hint: bytes, not GB"),
     ("1.1", no_master_weights, "optimizer in bfloat16 of"),
     ("1.1", no_master_weights, "and for bfloat16 weights a float32 master"),
     ("1.1", master_beside_float32, "Hint: a float32 weight is its own master"),

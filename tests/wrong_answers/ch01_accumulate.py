@@ -111,6 +111,12 @@ def adds_up_losses_in_the_loop(model, micro_batches, axis):
     return loss
 
 
+def rank_without_tokens_stays_away(model, micro_batches, axis):
+    if sum(batch.counted for batch in micro_batches) == 0:
+        return torch.zeros(())
+    return right(model, micro_batches, axis)
+
+
 def gradients_travel(model, micro_batches, axis):
     loss = right(model, micro_batches, axis)
     for param in model.parameters():
@@ -188,6 +194,8 @@ WRONG_ANSWERS = (
     ("1.2", never_goes_backward, "all zeros. Hint: call backward in the loop"),
     ("1.2", counts_in_the_loop, "Hint: divide by the tokens of all micro-batches"),
     ("1.2", adds_up_losses_in_the_loop, "Hint: ranks may have other numbers of micro-batches"),
+    ("1.2", rank_without_tokens_stays_away, "on 4 ranks, the ranks wait for each other for ever"),
+    ("1.2", rank_without_tokens_stays_away, "rank 2 has returned"),
     ("1.2", gradients_travel, "expected messages of one number, got all_reduce of"),
     ("1.2", loss_of_this_rank, "on rank 0. Hint: add up the losses of all ranks"),
     ("1.2", sum_of_losses, "loss: expected"),

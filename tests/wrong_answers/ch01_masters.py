@@ -112,6 +112,31 @@ class KeepsGradients(Right):
         super().update(param, w, v)
 
 
+class HandsOverToTorch(Right):
+    """Right numbers, but its own velocities lie idle beside those of torch."""
+
+    def __init__(self, params, lr, momentum=0.9):
+        super().__init__(params, lr, momentum)
+        self.inner = torch.optim.SGD(self.masters, lr=lr, momentum=momentum)
+
+    @torch.no_grad()
+    def step(self):
+        for param, w in zip(self.params, self.masters):
+            w.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        for param, w in zip(self.params, self.masters):
+            param.copy_(w)
+
+
+class StopsAtTheFirstWithoutAGradient(Right):
+    @torch.no_grad()
+    def step(self):
+        for param, w, v in zip(self.params, self.masters, self.velocities):
+            if param.grad is None:
+                return
+            self.update(param, w, v)
+
+
 class NeedsEveryGradient(Right):
     @torch.no_grad()
     def step(self):
@@ -156,6 +181,8 @@ WRONG_ANSWERS = (
     ("1.3", CopiesFloat32Too, "expected 72 bytes of state"),
     ("1.3", CopiesFloat32Too, "got 96. Hint: a float32 weight is its own master: no copy"),
     ("1.3", KeepsGradients, "expected 72 bytes of state"),
+    ("1.3", HandsOverToTorch, "expected 72 bytes of state"),
+    ("1.3", StopsAtTheFirstWithoutAGradient, "weight after one without a gradient: expected"),
     ("1.3", NeedsEveryGradient, "your code raised TypeError"),
     ("1.3", HidesItsMasters, "expected a list of tensors in self.masters, got None"),
     ("1.3", TruncatesIntoTheParameter, "the parameter, after 5 steps: expected"),

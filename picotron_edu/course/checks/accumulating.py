@@ -46,7 +46,10 @@ def accumulation(accumulate: Answer) -> str:
         loss, grad = loss_and_grad(batches, axis)
         return torch.cat([torch.as_tensor(loss).double().view(1), grad])
 
-    hang = "ranks may have other numbers of micro-batches: no message inside the loop over them"
+    hang = (
+        "ranks may have other numbers of micro-batches, or no counted token: "
+        "send outside the loop, on every rank"
+    )
     for counts in ([[12, 1, 5]], [[12, 1, 5], [7]], [[12, 1, 5], [7, 0], [0], [2, 9]]):
         n, inputs = len(counts), [(make_batches(c, seed),) for seed, c in enumerate(counts)]
         run = run_each(loss_and_grad, inputs, hang)

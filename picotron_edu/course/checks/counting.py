@@ -153,8 +153,12 @@ def memory_of_a_model(memory_of: Callable[..., Any]) -> str:
             1 / 4: "bytes, not parameters",
             1 / 2: "a number has 2 bytes in bfloat16, 4 in float32",
             2: "a number has 2 bytes in bfloat16, 4 in float32",
+            1e-9: "bytes, not GB",
         },
-        {1 / 2: "they are summed in float32: in bfloat16 256 + 1 is 256"},
+        {
+            1 / 2: "they are summed in float32: in bfloat16 256 + 1 is 256",
+            3 / 2: "a bfloat16 gradient is gone as soon as it is added to the float32 one",
+        },
         {
             1 / 2: "AdamW keeps two moments of each gradient",
             3 / 2: "a float32 weight is its own master: no copy is kept",

@@ -79,7 +79,9 @@ def weights_that_move(MasterSGD: Callable[..., Any]) -> str:
     trained.grad = torch.ones_like(trained)
     optimizer.step()
     assert_close([1, 1], frozen, what="weight without a gradient", hint="leave it as it is")
-    assert_close([0.5, 0.5], trained, what="weight after one without a gradient")
+    assert_close(
+        [0.5, 0.5], trained, what="weight after one without a gradient", hint="go on with the next"
+    )
     return "100 steps of 0.001 make 0.1, with 8 bytes of state a bfloat16 weight"
 
 
@@ -90,7 +92,7 @@ def first(optimizer: Any, name: str) -> Tensor:
         hint = "one for each parameter, in their order"
         fail(f"expected a list of tensors in self.{name}, got {brief(tensors)}", hint)
     if tensors[0].dtype != torch.float32:
-        hint = "in bfloat16 1 - 0.001 is 1: what adds up from step to step must be wider"
+        hint = "what adds up is kept in float32: in bfloat16 1 - 0.001 is 1"
         fail(f"expected {name}[0] in torch.float32, got {tensors[0].dtype}", hint)
     return tensors[0]
 
@@ -150,6 +152,8 @@ def state_bytes(optimizer: Any, params: list[nn.Parameter]) -> int:
     def look(value: Any) -> None:
         if isinstance(value, Tensor):
             found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, torch.optim.Optimizer):
+            look(value.state)
         elif isinstance(value, dict):
             look(list(value.values()))
         elif isinstance(value, (list, tuple)):
