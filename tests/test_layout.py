@@ -1,23 +1,11 @@
 """A layout says which piece of which full weight a rank holds."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from fakes import FakeAxis
 from torch import nn
 
 from picotron_edu.layout import Cut, Layout, attach, describe, layout_of, piece_of, slice_of
-
-
-@dataclass(frozen=True)
-class FakeAxis:
-    name: str
-    size: int
-    index: int
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 7, 8])
