@@ -20,6 +20,7 @@ from picotron_edu.course.checks.small_models import (
     make_batches,
     make_model,
     most_bytes_kept,
+    one_thread,
 )
 from picotron_edu.course.comparing import (
     assert_close,
@@ -35,6 +36,7 @@ from picotron_edu.ranks import Axis, world
 Answer = Callable[..., Any]
 
 
+@one_thread()
 def accumulation(accumulate: Answer) -> str:
     model = make_model()  # each rank gets a copy
 
@@ -155,6 +157,7 @@ def one_step(train_step: Answer, batches: list[Batch], recorder: Recorder, *args
     return result
 
 
+@one_thread()
 def clipping(train_step: Answer) -> str:
     batches = make_batches([12, 1, 5])
     losses, grads = each_alone(batches, scale=1 / 18)
@@ -207,6 +210,7 @@ def main_grad_of(param: Any) -> Tensor:
     return torch.zeros(param.shape) if found is None else found
 
 
+@one_thread()
 def main_gradients(train_step: Answer) -> str:
     for counts in ([8], [9, 1, 4, 2]):  # to divide by 8 or by 16 rounds nothing
         batches, model = make_batches(counts), make_model(torch.bfloat16)

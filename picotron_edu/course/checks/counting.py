@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_edu.course.checks.small_models import SMALL, make_batch
+from picotron_edu.course.checks.small_models import SMALL, make_batch, one_thread
 from picotron_edu.course.comparing import assert_close, brief, fail
 from picotron_edu.flops import matmul_parameters, model_flops
 from picotron_edu.layout import describe
@@ -146,6 +146,7 @@ def numbers_from(names: Sequence[str], answer: Callable[..., Any], *args: Any) -
     return result
 
 
+@one_thread()
 def memory_of_a_model(memory_of: Callable[..., Any]) -> str:
     names = ("weights", "gradients", "optimizer")
     hints: Sequence[Mapping[float, str]] = (

@@ -6,7 +6,8 @@ no constant factor can hide. Models are float64 unless precision is the point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,17 @@ SMALL = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=4,
 )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """On models this small, several threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_batch(counted: int, seed: int, rows: int = 2, sequence: int = 6) -> Batch:
