@@ -41,8 +41,9 @@ def main(config: Config) -> None:
     sizes = [SMALLEST * 4**i for i in range(16) if SMALLEST * 4**i <= config.max_bytes]
     times: dict[str, list[float]] = {"all_reduce": [], "ring": [], "send_recv": []}
     difference = 0.0
+    torch.manual_seed(axis.index)  # other numbers on each rank, also under torchrun
     for size in sizes:
-        x = torch.randn(size // 4, device=device())  # other numbers on each rank
+        x = torch.randn(size // 4, device=device())
         buffer = torch.empty_like(x)
         difference = max(difference, ring_error(x))
         calls: dict[str, Callable[[], object]] = {
