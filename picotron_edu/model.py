@@ -77,6 +77,16 @@ def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
     )
 
 
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """No random numbers here: `Llama` fills every weight from (seed, name)."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """The same."""
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, over the hidden dimension, computed in float32."""
 
@@ -97,10 +107,10 @@ class Attention(nn.Module):
         D, d = config.hidden_size, config.size_of_head
         H, K = config.num_attention_heads, config.num_key_value_heads
         self.size_of_head = d
-        self.q_proj = nn.Linear(D, H * d, bias=False, dtype=dtype)
-        self.k_proj = nn.Linear(D, K * d, bias=False, dtype=dtype)
-        self.v_proj = nn.Linear(D, K * d, bias=False, dtype=dtype)
-        self.o_proj = nn.Linear(H * d, D, bias=False, dtype=dtype)
+        self.q_proj = Linear(D, H * d, bias=False, dtype=dtype)
+        self.k_proj = Linear(D, K * d, bias=False, dtype=dtype)
+        self.v_proj = Linear(D, K * d, bias=False, dtype=dtype)
+        self.o_proj = Linear(H * d, D, bias=False, dtype=dtype)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x_BSD: Tensor, cos_Sd2: Tensor, sin_Sd2: Tensor) -> Tensor:
@@ -119,13 +129,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(
+        self.gate_proj = Linear(
             config.hidden_size, config.intermediate_size, bias=False, dtype=dtype
         )
-        self.up_proj = nn.Linear(
-            config.hidden_size, config.intermediate_size, bias=False, dtype=dtype
-        )
-        self.down_proj = nn.Linear(
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype)
+        self.down_proj = Linear(
             config.intermediate_size, config.hidden_size, bias=False, dtype=dtype
         )
 
@@ -153,7 +161,7 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, dtype) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -178,10 +186,9 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         device = torch.device(device) if device is not None else torch.get_default_device()
-        with torch.device("meta"):  # no memory and no random numbers yet
+        with device:
             self.model = Decoder(config, dtype)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-        self.to_empty(device=device)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if device.type != "meta":
