@@ -106,6 +106,7 @@ def run_on_ranks(
     backend and ranks is left out. Always on the CPU, so that a check says the same on any machine.
     """
     printed = io.StringIO()
+    ranks = f"on {world_size} rank{'s' * (world_size > 1)}"
     try:
         with contextlib.redirect_stdout(printed):
             return launch(fn, *args, world_size=world_size, timeout=timeout, backend="gloo")
@@ -115,9 +116,9 @@ def run_on_ranks(
             raise ExerciseError(own[1]) from None
         first_line = str(failed).strip().splitlines()[0]
         where = f" ({one_line(str(failed.line))})" if failed.line else ""
-        raise ExerciseError(f"on {world_size} rank{"s" * (world_size > 1)}, {one_line(first_line)}{where}") from failed
+        raise ExerciseError(f"{ranks}, {one_line(first_line)}{where}") from failed
     except RanksHung as hung:
-        text = f"on {world_size} rank{"s" * (world_size > 1)}, {describe_hang(hung)}"
+        text = f"{ranks}, {describe_hang(hung)}"
         busy = all("in no message" in wait.what for wait in hung.waits)  # an endless loop
         raise ExerciseError(f"{text}. Hint: {hint}" if hint and not busy else text) from hung
     finally:
