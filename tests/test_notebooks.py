@@ -21,7 +21,7 @@ import pytest
 from picotron_edu.course import ExerciseError, check
 from picotron_edu.course.build import HEADING
 from picotron_edu.course.checking import exercises_of
-from picotron_edu.course.notebook import read, to_text
+from picotron_edu.course.notebook import read, readme_pictures, to_text
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS, SOLUTIONS, EXERCISES = (
@@ -148,3 +148,10 @@ def test_a_wrong_answer_is_told_what_is_wrong(number, answer, words):
         check(number, *answers)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_picture_in_the_readme_is_the_one_the_course_has_made():
+    made = {name: png for path in NOTEBOOKS for name, png in readme_pictures(read(path)).items()}
+    shown = re.findall(r"!\[[^\]]+\]\(notebooks/images/([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(shown) == 1 and shown == list(made)
+    assert (ROOT / "notebooks/images" / shown[0]).read_bytes() == made[shown[0]]

@@ -4,11 +4,13 @@ A notebook that is saved on two machines should be the same file, or every commi
 says nothing to a reader is dropped on the way to disk: the version of the interpreter, time stamps,
 scroll positions, and the output of widgets, whose random ids are dead without their kernel.
 
-`python -m picotron_edu.course.notebook notebooks/*.ipynb` re-executes in place (`make course`).
+`python -m picotron_edu.course.notebook notebooks/*.ipynb` re-executes in place (`make course`). The
+picture of a cell tagged `readme` is also written to images/ beside the notebook, for README.md.
 """
 
 from __future__ import annotations
 
+import base64
 import sys
 from pathlib import Path
 
@@ -67,8 +69,22 @@ def execute(notebook: NotebookNode, folder: Path, *, allow_errors: bool = False)
     return notebook
 
 
+def readme_pictures(notebook: NotebookNode) -> dict[str, bytes]:
+    """File name → PNG of each cell tagged `readme`; the cell's id is the name."""
+    pictures = {}
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []) if "readme" in cell.metadata.get("tags", []) else []:
+            if "image/png" in output.get("data", {}):
+                pictures[f"{cell.id}.png"] = base64.b64decode(output.data["image/png"])
+    return pictures
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         print(f"running {name}", flush=True)
         path = Path(name)
-        path.write_text(to_text(execute(read(path), path.parent)), encoding="utf-8")
+        notebook = execute(read(path), path.parent)
+        path.write_text(to_text(notebook), encoding="utf-8")
+        for picture, png in readme_pictures(notebook).items():
+            (path.parent / "images").mkdir(exist_ok=True)
+            (path.parent / "images" / picture).write_bytes(png)
