@@ -193,3 +193,10 @@ def test_compare_has_a_column_per_given_quantity_and_the_factor_between():
 
 def test_table_text_is_safe_in_html():
     assert "<b>" not in show.compare([show.Row("<b>x</b>", steps=(1, 2))]).html
+
+
+def test_a_number_that_rounds_up_takes_the_next_unit():
+    from picotron_edu.show.ledger import duration, size
+
+    assert duration(999.6e-6) == "1 ms" and duration(999.4e-6) == "999 µs"
+    assert duration(0.9996) == "1 s" and size(999.6e3) == "1 MB"

@@ -139,7 +139,7 @@ def size(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as "12 s", "3.1 ms" or "40 µs"."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= factor or unit == "µs":
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= 0.9995 * factor:
             return f"{seconds / factor:.3g} {unit}"
-    raise AssertionError("unreachable")
+    return f"{seconds * 1e6:.3g} µs"
