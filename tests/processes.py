@@ -18,12 +18,12 @@ def ranks_of(pid: int | None = None) -> list[psutil.Process]:
         return []
     for process in below:
         try:
-            parent = process.parent()
-            if parent and "picotron_edu.ranks.server" in " ".join(parent.cmdline()):
+            parent, lives = process.parent(), process.status() != psutil.STATUS_ZOMBIE
+            if lives and parent and "picotron_edu.ranks.server" in " ".join(parent.cmdline()):
                 found.append(process)
-        except psutil.Error:
+        except psutil.Error:  # it has ended while we looked
             continue
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return found
 
 
 def eventually(condition: Callable[[], object], seconds: float = 5.0) -> bool:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from picotron_edu.ranks.board import FAILED, RETURNED, WORKING, Board, Mismatch
-from picotron_edu.ranks.slots import GROUPS, HISTORY
+from picotron_edu.ranks.slots import AXES, HISTORY
 
 
 class Table:
@@ -16,7 +16,7 @@ class Table:
         self.ranks = [Board(folder / "board", n, rank) for rank in range(n)]
         self.world = tuple(range(n))
         for board in self.ranks:
-            board.state(WORKING)
+            board.set_state(WORKING)
 
     def call(self, rank, what="all_reduce", axis="world", ranks=None, wait=True):
         """`rank` makes a collective call, and waits for it; returns what unblocks it."""
@@ -92,7 +92,7 @@ def test_who_waits_for_a_rank_that_has_returned_is_stuck(table):
     t.call(0)
     t.call(1)
     assert t.stuck == []
-    t.ranks[2].state(RETURNED)
+    t.ranks[2].set_state(RETURNED)
     assert t.stuck == [0, 1]
     assert t.parent.blockers(0) == {2}
 
@@ -100,7 +100,7 @@ def test_who_waits_for_a_rank_that_has_returned_is_stuck(table):
 def test_who_waits_for_a_failed_rank_is_stuck(table):
     t = table(2)
     t.message(0, "receive", 1)
-    t.ranks[1].state(FAILED)
+    t.ranks[1].set_state(FAILED)
     assert t.stuck == [0]
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_returned_after_its_call_keeps_nobody(table):
     group = t.call(1)
     t.call(0)
     t.ranks[1].unblock(group, [])
-    t.ranks[1].state(RETURNED)
+    t.ranks[1].set_state(RETURNED)
     assert t.stuck == [] and t.parent.blockers(0) == set()
 
 
@@ -199,7 +199,7 @@ def test_the_second_message_needs_a_second_receive(table):
     assert t.stuck == []
     t.message(0, "send", 1)
     assert t.parent.blockers(0) == {1}
-    t.ranks[1].state(RETURNED)
+    t.ranks[1].set_state(RETURNED)
     assert t.stuck == [0]
 
 
@@ -209,7 +209,7 @@ def test_a_deadlock_is_proven_by_versions_that_stand_still(table):
     t.message(1, "send", 0)
     before = t.parent.deadlock()
     assert before == t.parent.deadlock()
-    t.ranks[0].state(WORKING)
+    t.ranks[0].set_state(WORKING)
     t.message(0, "send", 1)
     assert t.parent.deadlock() != before
 
@@ -285,10 +285,10 @@ def test_one_that_runs_far_ahead_is_not_compared_with_what_is_forgotten(table):
 
 def test_more_axes_than_the_board_holds(table):
     t = table(2)
-    for k in range(GROUPS):
+    for k in range(AXES):
         t.call(0, axis=f"axis {k}")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"rank 0 talks over more than {GROUPS} axes"):
+        with pytest.raises(RuntimeError, match=f"rank 0 talks over more than {AXES} axes"):
             t.call(0, axis="one more")
     t.call(0, axis="axis 3")  # those it has still work
 
@@ -324,9 +324,9 @@ def test_the_report_tells_of_every_rank(table):
     t = table(4)
     t.call(0, "barrier", "dp", (0, 1))
     t.message(1, "receive", 0)
-    t.ranks[2].state(RETURNED)
+    t.ranks[2].set_state(RETURNED)
     t.ranks[3].note("all_reduce(float32[2], sum)", "tp", "train.py:7")
-    t.ranks[3].state(FAILED)
+    t.ranks[3].set_state(FAILED)
     report = t.parent.report()
     assert str(report[0]) == "  rank 0 waits in barrier over axis 'dp' at train.py:1"
     assert str(report[1]) == "  rank 1 waits in receive float32[4] over axis 'world' at train.py:2"

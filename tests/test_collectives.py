@@ -346,8 +346,8 @@ WRONG = [
     (lambda: all_reduce(X.long(), TP, "avg"), "op='avg' on torch.int64: .* use 'sum'"),
     (lambda: all_reduce(X.bool(), TP), "op='sum' on bool: use 'max' for any, 'min' for all"),
     (lambda: all_reduce(X.cfloat(), TP, "max"), "op='max' on torch.complex64"),
-    (lambda: all_reduce(torch.ones(1).expand(3), TP), r"shape \[3\] that was expanded"),
-    (lambda: broadcast(torch.ones(1).expand(3), TP), r"shape \[3\] that was expanded"),
+    (lambda: all_reduce(torch.ones(1).expand(3), TP), r"x: a .* shape \[3\] that was expanded"),
+    (lambda: broadcast(torch.ones(1).expand(3), TP), r"x: a .* shape \[3\] that was expanded"),
     (lambda: broadcast(X, TP, src=4), r"src=4: axis 'tp' has places 0 to 3 .*\(4, 5, 6, 7\)"),
     (lambda: broadcast(X, TP, src=-1), "src=-1: axis 'tp' has places 0 to 3"),
     (lambda: broadcast(X, TP, src=0.0), "src=0.0: axis 'tp' has places 0 to 3"),
@@ -358,7 +358,7 @@ WRONG = [
     (lambda: reduce_scatter(torch.tensor(1.0), TP), r"cuts dim=0 of shape \[\] into axis.size=4"),
     (lambda: all_to_all(X[:3], TP), r"cuts dim 0 of shape \[3, 3\] into axis.size=4 .* send_count"),
     (lambda: all_to_all(torch.tensor(1.0), TP), r"cuts dim 0 of shape \[\]"),
-    (lambda: all_to_all(X, TP, [1, 1, 1, 1]), "give both send_counts and receive_counts"),
+    (lambda: all_to_all(X, TP, [1, 1, 1, 1]), r"receive_counts=None: give both"),
     (lambda: all_to_all(X, TP, [2, 2], [1] * 4), r"send_counts=\[2, 2\]: must be 4 numbers"),
     (lambda: all_to_all(X, TP, [5, -1, 0, 0], [1] * 4), r"send_counts=\[5, -1, 0, 0\]: must be 4"),
     (lambda: all_to_all(X, TP, [1] * 4, [1] * 5), r"receive_counts=\[1, 1, 1, 1, 1\]: must be 4"),
@@ -366,9 +366,9 @@ WRONG = [
     (lambda: all_to_all(X, TP, [1] * 4, [1, 2, 1, 1]), "differ at place 1, this rank itself"),
     (lambda: send(X, TP, to=1), "to=1 is this rank itself"),
     (lambda: send(X, TP, to=4), "to=4: axis 'tp' has places 0 to 3"),
-    (lambda: receive(X, TP, source=1), "from=1 is this rank itself"),
-    (lambda: send_recv(TP, [(X, 0)], [(X, 9)]), "from=9: axis 'tp' has places 0 to 3"),
-    (lambda: receive(torch.ones(1).expand(3), TP, 0), "that was expanded cannot be written"),
+    (lambda: receive(X, TP, source=1), "source=1 is this rank itself"),
+    (lambda: send_recv(TP, [(X, 0)], [(X, 9)]), "source=9: axis 'tp' has places 0 to 3"),
+    (lambda: receive(torch.ones(1).expand(3), TP, 0), "buffer: a tensor .* use buffer.contiguous"),
 ]
 
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from picotron_edu.ranks import (
     send,
     world,
 )
+from picotron_edu.ranks.errors import readers_frames
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -167,6 +169,12 @@ def test_the_first_failure_by_time_is_named_and_others_follow():
     error = fails(RankFailed, work)
     assert error.rank == 2
     assert str(error).index("mine is 2") < str(error).index("rank 1 failed too: ValueError: mine")
+
+
+def test_a_package_beside_torch_is_no_part_of_torch():
+    beside = str(Path(torch.__file__).parents[1] / "torchtitan" / "model.py")
+    frames = [(torch.__file__, 1, "inside"), (beside, 2, "beside")]
+    assert readers_frames(frames) == [(beside, 2, "beside")]
 
 
 def test_the_same_failure_on_all_ranks_is_said_once():

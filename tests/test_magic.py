@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from processes import eventually, gone, ranks_of
+
+from picotron_edu.ranks import magic
 
 
 class Kernel:
@@ -126,9 +129,20 @@ def test_another_number_of_ranks_or_fresh_ones(kernel):
 
 
 def test_wrong_arguments_of_the_magic(kernel):
+    kernel.run("%%ranks 2\nkept = 5")
     assert "%%ranks: argument n: invalid int value: 'two'" in kernel.run("%%ranks two\n1")
     assert "world_size=0: must be a whole number from 1 to 64" in kernel.run("%%ranks 0\n1")
     assert "--link fast: must be LATENCY_US,GBPS" in kernel.run("%%ranks 2 --link fast\n1")
+    assert "rank 1 │ 5" in kernel.run("%%ranks\nkept")  # a slip does not cost the names
+
+
+def test_where_there_is_no_fork_no_fork_server_is_started(monkeypatch):
+    def refuse():
+        raise AssertionError("a fork server on Windows")
+
+    monkeypatch.setattr(magic, "CAN_FORK", False)
+    monkeypatch.setattr(magic, "fork_server", refuse)
+    magic.load_ipython_extension(SimpleNamespace(register_magics=lambda magics: None))
 
 
 def test_a_link_slows_the_cell(kernel):

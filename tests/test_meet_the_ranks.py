@@ -138,7 +138,7 @@ def test_the_two_halves_equal_their_collectives_and_leave_the_input_alone(n):
 
 
 def test_reduce_scatter_says_which_numbers_do_not_fit():
-    with pytest.raises(RankFailed, match=r"shape \[5\] into axis.size=2 pieces"):
+    with pytest.raises(RankFailed, match=r"shape \[5\] into axis.size=2 equal pieces"):
         launch(lambda: ring_reduce_scatter(torch.ones(5), world()), world_size=2, quiet=True)
 
 

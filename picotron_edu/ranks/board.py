@@ -1,8 +1,8 @@
 """The notice board: every rank writes what it is about to do, so that no rank waits in silence.
 
-The board is a small file in shared memory with one slot per rank. Before each message a rank notes
-the operation, the axis, its line and a running number; this costs microseconds. Two questions are
-answered from it without sending anything:
+The board is a small file that all ranks map into their memory, with one slot per rank. Before each
+message a rank notes the operation, the axis, its line and a running number; this costs
+microseconds. Two questions are answered from it without sending anything:
 
 1. *Do we all mean the same?* The k-th call on an axis must be the same operation on the same shape
    on every rank. Who arrives second compares (`Board.enter`): a mismatch is an error at once.
@@ -29,9 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .slots import GROUPS, HISTORY, OPPOSITE, slot_type
+from .slots import AXES, HISTORY, OPPOSITE, slot_type
 
 WORKING, WAITING, RETURNED, FAILED = 1, 2, 3, 4  # the state of a rank
+
+Call = tuple[int, int]  # a collective call: the row of its axis in this rank's slot, its number
+Message = tuple[str, int, int]  # one end of a message: its kind, the other rank, its number
 
 
 class Mismatch(RuntimeError):
@@ -40,7 +43,7 @@ class Mismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Wait:
-    """What one rank of a hung run was doing; `since` is in seconds before now."""
+    """What one rank of a hung run was doing, `since` how many seconds."""
 
     rank: int
     what: str
@@ -62,7 +65,7 @@ def checksum(text: str) -> int:
 
 
 class Board:
-    """All slots; `rank` is the slot this process writes (None for the parent, who only reads)."""
+    """All slots; `rank` is the one this process writes to (None for the parent, who reads)."""
 
     def __init__(self, path: Path, world_size: int, rank: int | None = None) -> None:
         dtype = slot_type(world_size)
@@ -72,13 +75,13 @@ class Board:
         self.slots = np.asarray(np.memmap(path, dtype=dtype, mode="r+", shape=(world_size,)))
         self.columns = {name: self.slots[name] for name in dtype.names or ()}
         self.world_size = world_size
-        self.places: dict[tuple[int, int], int] = {}  # (rank, axis key) → place among its axes
+        self.rows: dict[tuple[int, int], int] = {}  # (rank, axis key) → row in that rank's slot
         if rank is not None:
             self.rank = rank
 
     # ---- written by the rank ---------------------------------------------------------------
 
-    def state(self, state: int) -> None:
+    def set_state(self, state: int) -> None:
         column, me = self.columns, self.rank
         column["state"][me] = state
         column["since"][me] = time.perf_counter()
@@ -90,38 +93,39 @@ class Board:
         column["what"][me], column["axis"][me] = what.encode()[:160], axis.encode()[:40]
         column["line"][me] = line.encode()[-200:]
 
-    def enter(self, axis: str, ranks: Sequence[int], what: str) -> tuple[int, int]:
+    def enter(self, axis: str, ranks: Sequence[int], what: str) -> Call:
         """Note the next call on this axis; raises Mismatch if a peer's same call differs."""
         column, me = self.columns, self.rank
         key, signature = checksum(f"{axis}{tuple(ranks)}"), checksum(what)
-        place = self.place_of(me, key)
-        if place is None:
-            place = self.new_place(key, ranks)
-        call = int(column["calls"][me, place]) + 1
-        column["signature"][me, place, call % HISTORY] = signature
-        column["entered"][me, place, call % HISTORY] = time.perf_counter()
-        column["calls"][me, place] = call
+        row = self.row_of(me, key)
+        if row is None:
+            row = self.new_row(key, ranks)
+        number = int(column["calls"][me, row]) + 1
+        column["signature"][me, row, number % HISTORY] = signature
+        column["entered"][me, row, number % HISTORY] = time.perf_counter()
+        column["calls"][me, row] = number  # last: who sees the number finds its signature
         for peer in ranks:
-            theirs = self.place_of(peer, key)
-            if theirs is None or not call <= column["calls"][peer, theirs] < call + HISTORY:
+            theirs = self.row_of(peer, key)
+            if theirs is None or not number <= column["calls"][peer, theirs] < number + HISTORY:
                 continue
-            if column["signature"][peer, theirs, call % HISTORY] != signature:
+            if column["signature"][peer, theirs, number % HISTORY] != signature:
                 raise Mismatch(f"rank {peer} makes another call than {what} over axis '{axis}'")
-        return place, call
+        return row, number
 
-    def new_place(self, key: int, ranks: Sequence[int]) -> int:
+    def new_row(self, key: int, ranks: Sequence[int]) -> int:
+        """The next free row of this rank's slot, from now on that of the axis `key`."""
         keys = self.columns["key"][self.rank].tolist()
         if 0 not in keys:
             raise RuntimeError(
-                f"rank {self.rank} talks over more than {GROUPS} axes: make a Mesh once and use it "
+                f"rank {self.rank} talks over more than {AXES} axes: make a Mesh once and use it "
                 f"again"
             )
-        place = keys.index(0)
-        self.columns["members"][self.rank, place, list(ranks)] = 1
-        self.columns["key"][self.rank, place] = key
-        return place
+        row = keys.index(0)
+        self.columns["members"][self.rank, row, list(ranks)] = 1
+        self.columns["key"][self.rank, row] = key
+        return row
 
-    def post(self, peer: int, kind: str, what: str) -> tuple[str, int, int]:
+    def post(self, peer: int, kind: str, what: str) -> Message:
         """Note one message to or from `peer`, of a `kind` in OPPOSITE; both ends must agree."""
         column, me, signature = self.columns, self.rank, checksum(what)
         number = int(column[f"{kind} count"][me, peer]) + 1
@@ -135,62 +139,61 @@ class Board:
             raise Mismatch(f"rank {me} {kind}s {what}, rank {peer} {other}s something else")
         return kind, peer, number
 
-    def block(self, group: tuple[int, int] | None, messages: list[tuple[str, int, int]]) -> None:
-        """From now on this rank waits for that call of an axis, or for those messages."""
+    def block(self, call: Call | None, messages: list[Message]) -> None:
+        """From now on this rank waits until `call` and `messages` have been met by the others."""
         column, me = self.columns, self.rank
-        if group:
-            column["waiting"][me, group[0]] = group[1]
+        if call:
+            row, number = call
+            column["waiting"][me, row] = number
         for kind, peer, number in messages:
             waiting = column[f"{kind} waiting"]
             waiting[me, peer] = max(waiting[me, peer], number)
-        self.state(WAITING)
+        self.set_state(WAITING)
 
-    def unblock(self, group: tuple[int, int] | None, messages: list[tuple[str, int, int]]) -> None:
-        if group:
-            self.columns["waiting"][self.rank, group[0]] = 0
+    def unblock(self, call: Call | None, messages: list[Message]) -> None:
+        if call:
+            self.columns["waiting"][self.rank, call[0]] = 0
         for kind, peer, _ in messages:
             self.columns[f"{kind} waiting"][self.rank, peer] = 0
         self.columns["state"][self.rank] = WORKING
 
     # ---- read by anybody -------------------------------------------------------------------
 
-    def place_of(self, rank: int, key: int) -> int | None:
-        """Where `rank` has noted the axis `key`; None if it has not used it yet."""
-        if (rank, key) not in self.places:
+    def row_of(self, rank: int, key: int) -> int | None:
+        """The row of the axis `key` in the slot of `rank`; None if it has not used it yet."""
+        if (rank, key) not in self.rows:
             keys = self.columns["key"][rank].tolist()
             if key not in keys:
                 return None
-            self.places[rank, key] = keys.index(key)
-        return self.places[rank, key]
+            self.rows[rank, key] = keys.index(key)
+        return self.rows[rank, key]
 
     def entries(
-        self,
-        ranks: Sequence[int],
-        group: tuple[int, int] | None,
-        messages: list[tuple[str, int, int]],
+        self, ranks: Sequence[int], call: Call | None, messages: list[Message]
     ) -> dict[int, float | None]:
-        """When each rank made the call `group` (else: posted its end of `messages`); None for not
-        yet, 0 for so long ago that it is forgotten.
+        """When each rank made `call` (without one: posted its end of the last of `messages`); None
+        for not yet, 0 for so long ago that it is forgotten.
         """
         column, me = self.columns, self.rank
         times: dict[int, float | None] = {}
 
-        def note(rank: int, number: int, count: int, posted: np.ndarray) -> None:
-            time = float(posted[number % HISTORY]) if count < number + HISTORY else 0.0
+        def came(rank: int, number: int, count: int, posted: np.ndarray) -> None:
+            moment = float(posted[number % HISTORY]) if count < number + HISTORY else 0.0
             before = times.get(rank, 0.0)
-            times[rank] = None if count < number or before is None else max(time, before)
+            times[rank] = None if count < number or before is None else max(moment, before)
 
-        if group:
-            key, call = int(column["key"][me, group[0]]), group[1]
+        if call:
+            row, number = call
+            key = int(column["key"][me, row])
             for rank in ranks:
-                at = self.place_of(rank, key)
-                count = 0 if at is None else int(column["calls"][rank, at])
-                note(rank, call, count, column["entered"][rank, at or 0])
+                theirs = self.row_of(rank, key)
+                count = 0 if theirs is None else int(column["calls"][rank, theirs])
+                came(rank, number, count, column["entered"][rank, theirs or 0])
             return times
         for kind, peer, number in messages:
             for name, rank, to in ((kind, me, peer), (OPPOSITE[kind], peer, me)):
                 count = int(column[f"{name} count"][rank, to])
-                note(rank, number, count, column[f"{name} posted"][rank, to])
+                came(rank, number, count, column[f"{name} posted"][rank, to])
         return times
 
     def state_of(self, rank: int) -> int:
@@ -203,11 +206,11 @@ class Board:
         if self.state_of(rank) != WAITING:
             return late
         # lists, not arrays: others write while this one reads
-        for place, call in enumerate(column["waiting"][rank].tolist()):
-            members = column["members"][rank, place].tolist() if call else []
+        for row, number in enumerate(column["waiting"][rank].tolist()):
+            members = column["members"][rank, row].tolist() if number else []
             for peer in (p for p, is_member in enumerate(members) if is_member):
-                at = self.place_of(peer, int(column["key"][rank, place]))
-                if at is None or column["calls"][peer, at] < call:
+                theirs = self.row_of(peer, int(column["key"][rank, row]))
+                if theirs is None or column["calls"][peer, theirs] < number:
                     late.add(peer)
         for kind, other in OPPOSITE.items():
             waiting, count = column[f"{kind} waiting"][rank], column[f"{other} count"][:, rank]
@@ -224,7 +227,7 @@ class Board:
         return tuple((r, int(self.columns["version"][r])) for r in sorted(stuck))
 
     def report(self) -> list[Wait]:
-        """What every rank is doing now; of a failed one, the message it failed in."""
+        """What every rank is doing now; of a failed one, the last message it began."""
         now, waits = time.perf_counter(), []
         for rank, slot in enumerate(self.slots):
             what, axis, line = (slot[k].decode(errors="replace") for k in ("what", "axis", "line"))

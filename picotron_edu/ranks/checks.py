@@ -31,8 +31,8 @@ def is_fp8(x: Tensor) -> bool:
     return x.dtype.is_floating_point and x.dtype.itemsize == 1
 
 
-def reducible(x: Tensor, op: str) -> None:
-    """Can `op` combine tensors of this type?"""
+def check_reducible(x: Tensor, op: str) -> None:
+    """Refuse an `op` that cannot combine tensors of this type on every backend."""
     if op not in OPS:
         raise ValueError(f"op={op!r}: must be one of {', '.join(OPS)}")
     if is_fp8(x) or x.dtype in NO_SUMS:
@@ -48,18 +48,18 @@ def reducible(x: Tensor, op: str) -> None:
         raise ValueError(f"op={op!r} on {x.dtype}: complex numbers have only 'sum' and 'avg'")
 
 
-def writable(x: Tensor) -> None:
-    """Can a result be written into `x`? An expanded tensor has one number in many places."""
+def check_writable(name: str, x: Tensor) -> None:
+    """Refuse an expanded tensor, which has one number in many places, where a result must go."""
     strides = x.stride()
     if 0 in strides and any(not by and size > 1 for by, size in zip(strides, x.shape)):
         raise ValueError(
-            f"a tensor of shape {list(x.shape)} that was expanded cannot be written to: "
-            f"its elements share their memory, use x.contiguous()"
+            f"{name}: a tensor of shape {list(x.shape)} that was expanded cannot be written to: "
+            f"its elements share their memory, use {name}.contiguous()"
         )
 
 
-def place(axis: Axis, name: str, place: int) -> int:
-    """The global rank of a place on the axis."""
+def global_rank(axis: Axis, name: str, place: int) -> int:
+    """The global rank of a place on the axis, given as the argument `name`."""
     if not isinstance(place, int) or not 0 <= place < axis.size:
         raise ValueError(
             f"{name}={place!r}: axis '{axis.name}' has places 0 to {axis.size - 1} "
@@ -78,7 +78,7 @@ def which_dim(x: Tensor, dim: int) -> int:
     return dim % dims
 
 
-def divisible(operation: str, x: Tensor, dim: int, axis: Axis) -> int:
+def dim_to_cut(operation: str, x: Tensor, dim: int, axis: Axis) -> int:
     """`dim` counted from the front, if `x` can be cut along it into one equal piece a rank."""
     at = which_dim(x, dim)
     if x.dim() == 0 or x.shape[at] % axis.size:
@@ -102,7 +102,10 @@ def row_counts(
         equal = [x.shape[0] // axis.size] * axis.size
         return equal, equal
     if send is None or receive is None:
-        raise ValueError("give both send_counts and receive_counts, or neither")
+        raise ValueError(
+            f"send_counts={send}, receive_counts={receive}: give both send_counts and "
+            f"receive_counts, or neither"
+        )
     send, receive = list(send), list(receive)
     for name, counts in (("send_counts", send), ("receive_counts", receive)):
         if len(counts) != axis.size or min(counts) < 0:

@@ -1,19 +1,20 @@
-"""Every message between ranks, and nothing else, is sent from here.
+"""The collectives: messages in which all ranks of an axis take part.
 
     operation        before (rank 0 | rank 1)      after               bytes a rank sends (ring)
-    broadcast        a        | ·                  a      | a          (n−1)/n · N
+    broadcast        a        | ·                  a      | a          (n−1)/n · N, the mean
     all_reduce       a        | b                  a+b    | a+b        2(n−1)/n · N
     reduce_scatter   a0 a1    | b0 b1              a0+b0  | a1+b1      (n−1)/n · N
     all_gather       a        | b                  a b    | a b        (n−1)/n · N, N the result
     all_to_all       a0 a1    | b0 b1              a0 b0  | a1 b1      (n−1)/n · N
+    barrier          nobody goes on before all have come                0
 
 Messages between two ranks are in `point_to_point.py`, the autograd versions in `pairs.py`.
 
-Each takes an `Axis` and is a no-op when its size is 1. What torch leaves to the caller is done here
-once: strided tensors are copied to contiguous ones and back (gloo reads them wrongly, silently);
-fp8 travels as bytes; for empty tensors the ranks only meet (gloo hangs on some); shapes and types
-are compared before anything is sent; sources are places on the axis, never global ranks; old and
-new torch names are bridged. With `async_op=True` a `Handle` is returned: compute, then
+Each takes an `Axis` and sends nothing when its size is 1. What torch leaves to the caller is done
+here once: strided tensors are copied to contiguous ones and back (gloo reads them wrongly,
+silently); fp8 travels as bytes; for empty tensors the ranks only meet (gloo hangs on some); shapes
+and types are compared before anything is sent; sources are places on the axis, never global ranks;
+old and new torch names are bridged. With `async_op=True` a `Handle` is returned: compute, then
 `handle.wait()` for the result. Each message leaves one event in the trace.
 
 Source: torch.distributed; ring bytes from Patarasuk and Yuan, "Bandwidth optimal all-reduce
@@ -29,7 +30,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import OPS, divisible, is_fp8, place, reducible, row_counts, which_dim, writable
+from .checks import (
+    OPS,
+    check_reducible,
+    check_writable,
+    dim_to_cut,
+    global_rank,
+    is_fp8,
+    row_counts,
+    which_dim,
+)
 from .handle import Arrived, Handle, describe
 from .mesh import Axis
 
@@ -53,15 +63,17 @@ def copy_back(x: Tensor, data: Tensor) -> Tensor:
 
 
 def meet(axis: Axis) -> list[dist.Work | None]:
-    """What starts in place of a message without content."""
+    """What is started in place of a message without content."""
     return [dist.barrier(group=axis.group, async_op=True)]
 
 
-def begin(handle: Handle, async_op: bool) -> Any:
+def result_or_handle(handle: Handle, async_op: bool) -> Any:
+    """The message is under way: hand out its handle, or wait here for its result."""
     return handle.record_true_end() if async_op else handle.wait()
 
 
 def at_once(result: Any, async_op: bool) -> Any:
+    """The same where nothing need be sent."""
     return Arrived(result) if async_op else result
 
 
@@ -70,8 +82,8 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
 
     op: "sum", "avg", "max", "min" or "prod". Returns `x`, or a Handle whose wait() returns it.
     """
-    reducible(x, op)
-    writable(x)
+    check_reducible(x, op)
+    check_writable("x", x)
     if axis.size == 1:
         return at_once(x, async_op)
     data = wire(x)  # the memory of x itself, unless x is strided
@@ -85,13 +97,13 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
         return copy_back(x, data.div_(axis.size) if op == "avg" else data)
 
     what = f"all_reduce({describe(x)}, {op})"
-    return begin(Handle(axis, "all_reduce", what, data.nbytes, start, finish), async_op)
+    return result_or_handle(Handle(axis, "all_reduce", what, data.nbytes, start, finish), async_op)
 
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x`, in place, with the `x` of place `src` on the axis. Returns `x` or a Handle."""
-    source = place(axis, "src", src)
-    writable(x)
+    source = global_rank(axis, "src", src)
+    check_writable("x", x)
     if axis.size == 1:
         return at_once(x, async_op)
     data = wire(x)
@@ -103,7 +115,7 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> An
 
     what = f"broadcast({describe(x)}, src={src})"
     handle = Handle(axis, "broadcast", what, data.nbytes, start, lambda: copy_back(x, data))
-    return begin(handle, async_op)
+    return result_or_handle(handle, async_op)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Any:
@@ -128,18 +140,19 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> A
         return whole.view(x.dtype)
 
     what = f"all_gather({describe(x)}, dim={dim})"
-    return begin(Handle(axis, "all_gather", what, parts.nbytes, start, finish), async_op)
+    return result_or_handle(Handle(axis, "all_gather", what, parts.nbytes, start, finish), async_op)
 
 
 def reduce_scatter(
     x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", async_op: bool = False
 ) -> Any:
-    """Combine `x` over the ranks; rank i of the axis gets the i-th piece along `dim`.
+    """Combine `x` over the ranks; place i of the axis gets the i-th piece along `dim`.
 
-    x.shape[dim] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
+    op: as for all_reduce. x.shape[dim] must be divisible by axis.size. Returns a new tensor, or a
+    Handle for it.
     """
-    reducible(x, op)
-    dim = divisible("reduce_scatter", x, dim, axis)
+    check_reducible(x, op)
+    dim = dim_to_cut("reduce_scatter", x, dim, axis)
     if axis.size == 1:
         return at_once(x.detach().clone(), async_op)
     pieces = x.detach().tensor_split(axis.size, dim)
@@ -156,7 +169,8 @@ def reduce_scatter(
         return piece.div_(axis.size) if op == "avg" else piece
 
     what = f"reduce_scatter({describe(x)}, dim={dim}, {op})"
-    return begin(Handle(axis, "reduce_scatter", what, data.nbytes, start, finish), async_op)
+    handle = Handle(axis, "reduce_scatter", what, data.nbytes, start, finish)
+    return result_or_handle(handle, async_op)
 
 
 def all_to_all(
@@ -166,8 +180,7 @@ def all_to_all(
     receive_counts: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send the i-th part of `x` (along dim 0) to place i; returns what came, in the order of the
-    axis.
+    """Send the i-th part of `x` (along dim 0) to place i; returns what came, in axis order.
 
     send_counts[i] rows go to place i, receive_counts[i] rows come from it (0 is allowed); without
     counts x.shape[0] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
@@ -177,7 +190,7 @@ def all_to_all(
         return at_once(x.detach().clone(), async_op)
     data = wire(x)
     came = data.new_empty(sum(into), *data.shape[1:])
-    row = x.new_empty(x.shape[1:])
+    row = x.new_empty(x.shape[1:])  # the counts may differ between ranks, the rows may not
 
     def start() -> list[dist.Work | None]:
         if not row.numel():
@@ -200,11 +213,10 @@ def all_to_all(
     # (n−1)/n · N where the parts are equal
     handle.wire_bytes = row.nbytes * sum(out[i] for i in others)
     handle.link_bytes = row.nbytes * max(sum(out[i] for i in others), sum(into[i] for i in others))
-    return begin(handle, async_op)
+    return result_or_handle(handle, async_op)
 
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has come here."""
-
     if axis.size > 1:
         Handle(axis, "barrier", "barrier", 0, lambda: meet(axis), lambda: None).wait()

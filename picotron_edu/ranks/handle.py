@@ -12,6 +12,7 @@ course adds to torch happens: the note on the board (who waits for whom), the ev
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from .board import Call, Message
 from .link import LinkQueue, link_bytes, wire_bytes
 from .mesh import Axis
 from .trace import Event
 
-OURS = str(Path(__file__).parent)
-TORCH = str(Path(dist.__file__).parents[1])
+# folders whose frames a report does not show; the "/" keeps them apart from, say, torchvision
+OURS = f"{Path(__file__).parent}{os.sep}"
+TORCH = f"{Path(dist.__file__).parents[1]}{os.sep}"
 
 
 def caller() -> str:
@@ -48,8 +51,8 @@ class Handle:
     operation: its name in the trace; what: how all ranks of the axis must describe this call;
     payload_bytes: the N of the ring formula; start: begins the transfer and returns torch's works;
     finish: makes the result after the transfer; messages: the parts that go between two ranks, one
-    (kind as on the board, place on the axis, description) each; collective: whether all of the axis
-    join; detail: for the report only, may differ between the ranks.
+    (kind as on the board, place on the axis, description) each; collective: whether all ranks of
+    the axis join; detail: for the report only, may differ between the ranks.
     """
 
     def __init__(
@@ -68,14 +71,14 @@ class Handle:
         self.wire_bytes = wire_bytes(operation, payload_bytes, axis.size)
         self.finish, self.result = finish, None
         self.done = False
-        self.group: tuple[int, int] | None = None  # my place and call number on the board
-        self.messages: list[tuple[str, int, int]] = []
+        self.call: Call | None = None  # as noted on the board
+        self.messages: list[Message] = []
         runtime = axis.runtime
         self.line = caller() if runtime.board or runtime.recorder else ""
         if board := runtime.board:
             board.note(what + detail, axis.name, self.line)
             if collective:
-                self.group = board.enter(axis.name, axis.ranks, what)
+                self.call = board.enter(axis.name, axis.ranks, what)
             self.messages = [
                 board.post(axis.ranks[place], kind, f"{text} over axis '{axis.name}'")
                 for kind, place, text in messages
@@ -100,7 +103,7 @@ class Handle:
         except RuntimeError as error:
             error.in_message = True  # type: ignore[attr-defined]
             if board := self.axis.runtime.board:
-                board.unblock(self.group, self.messages)  # somebody may catch it and go on
+                board.unblock(self.call, self.messages)  # somebody may catch it and go on
             raise
 
     def record_true_end(self) -> Handle:
@@ -116,7 +119,7 @@ class Handle:
     def entries(self) -> dict[int, float | None]:
         """When each rank this message needs came to it; None for those that have not yet."""
         if board := self.axis.runtime.board:
-            return board.entries(self.axis.ranks, self.group, self.messages)
+            return board.entries(self.axis.ranks, self.call, self.messages)
         return {}
 
     def entered(self) -> float | None:
@@ -131,7 +134,7 @@ class Handle:
             return self.result
         runtime = self.axis.runtime
         if board := runtime.board:
-            board.block(self.group, self.messages)
+            board.block(self.call, self.messages)
         with self.marked():
             for work in self.works:
                 work.wait()
@@ -140,11 +143,12 @@ class Handle:
             end = self.queue.arrival(self, link)
             time.sleep(max(0.0, end - time.perf_counter()))  # burns no CPU
         if board:
-            board.unblock(self.group, self.messages)
+            board.unblock(self.call, self.messages)
         self.result, self.done = self.finish(), True
         self.works = []
         if recorder := runtime.recorder:
             times = {rank: t for rank, t in self.entries().items() if t is not None}
+            last = max(times, key=lambda rank: times[rank]) if times else None
             recorder.add(
                 Event(
                     recorder.rank,
@@ -155,15 +159,15 @@ class Handle:
                     self.payload_bytes,
                     self.wire_bytes,
                     self.axis.name,
-                    max(times, key=lambda rank: times[rank]) if times else None,
-                    self.line,
+                    waits_for=last,
+                    where=self.line,
                 )
             )
         return self.result
 
 
 class Arrived(Handle):
-    """The handle of a message that need not be sent: an axis of one rank, or nothing to send."""
+    """The handle of a message that need not be sent: its axis has one rank."""
 
     def __init__(self, result: Any) -> None:
         self.result, self.done = result, True

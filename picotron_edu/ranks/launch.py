@@ -27,14 +27,16 @@ from .errors import RanksError
 from .link import Link
 from .packing import pack
 from .pool import Outcome, RankPool
-from .printing import show
-from .runtime import CURRENT, Runtime
-from .trace import Event, Trace
+from .printing import print_by_rank
+from .runtime import CURRENT, Runtime, take_device
+from .trace import Trace
+
+MAX_RANKS = 64  # on one machine
 
 
 @dataclass(frozen=True)
 class Run(Sequence):
-    """The result of a launch: `run[r]` is what rank r returned."""
+    """The result of a launch: `run[r]` is what rank r returned, `run.output[r]` what it printed."""
 
     values: list[Any]
     output: list[str]
@@ -67,7 +69,7 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 
 def pick_backend(world_size: int, backend: str | None = None) -> str:
-    """nccl if every rank can have a GPU of its own, else gloo."""
+    """`backend` if given; else nccl if every rank can have a GPU of its own, else gloo."""
     if backend is None:
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
         return "nccl" if enough and dist.is_nccl_available() else "gloo"
@@ -86,9 +88,9 @@ def pick_backend(world_size: int, backend: str | None = None) -> str:
 def make_spec(
     world_size: int, backend: str | None, link: Any, threads: int | None, seed: int
 ) -> dict[str, Any]:
-    """All that a rank must know before its first line runs."""
-    if not isinstance(world_size, int) or not 1 <= world_size <= 64:
-        raise ValueError(f"world_size={world_size!r}: must be a whole number from 1 to 64")
+    """All that a rank must know before its first line runs; RankPool adds its folder."""
+    if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"world_size={world_size!r}: must be a whole number from 1 to {MAX_RANKS}")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: must be 1 or more")
     links = list(link.values()) if isinstance(link, Mapping) else [link] if link else []
@@ -111,17 +113,12 @@ def make_spec(
     }
 
 
-def headline(world_size: int, backend: str) -> str:
-    where = "one GPU each" if backend == "nccl" else "on CPU"
-    return f"{world_size} rank{'s' * (world_size > 1)}, {backend} {where}"
-
-
 def to_run(outcome: Outcome) -> Run:
-    """Times from the first event on: the clock is the machine's."""
+    """What came back, for the reader; the machine's clock becomes seconds since the first event."""
     zero = min((e.start for e in outcome.events), default=0.0)
     events = [e._replace(start=e.start - zero, end=e.end - zero) for e in outcome.events]
     texts = ["".join(piece for _, piece in pieces) for pieces in outcome.texts]
-    return Run(outcome.values, texts, Trace([Event(*e) for e in events], outcome.truncated))
+    return Run(outcome.values, texts, Trace(events, outcome.truncated))
 
 
 def pack_call(fn: Callable, args: tuple) -> bytes:
@@ -165,7 +162,9 @@ def launch(
     spec = make_spec(world_size, backend, link, threads, seed)
     payload = {"call": pack_call(fn, args), "trace": trace}
     if not quiet:
-        print(headline(world_size, spec["backend"]), flush=True)
+        where = "one GPU each" if spec["backend"] == "nccl" else "on CPU"
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        print(f"{ranks}, {spec['backend']} {where}", flush=True)
 
     def pass_on(stream: str, text: str) -> None:
         target = sys.stdout if stream == "out" else sys.stderr
@@ -177,10 +176,10 @@ def launch(
             outcome = pool.run("call", payload, timeout, pass_on if live else None)
         except RanksError as error:
             if not quiet:
-                show(error.outcome.texts, skip=0 if live else None)  # type: ignore[attr-defined]
+                print_by_rank(error.outcome.texts, skip=0 if live else None)
             raise
     if not quiet:
-        show(outcome.texts, skip=0 if live else None)
+        print_by_rank(outcome.texts, skip=0 if live else None)
     return to_run(outcome)
 
 
@@ -188,15 +187,15 @@ def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | Non
     """Run a script's `main` on its ranks: those torchrun has started, or `--nproc N` of our own.
 
     With a frozen dataclass `Config` the flags are made from its fields, checked before any rank
-    starts, and `main(config)` is called; else `main()`.
+    starts, and `main(config)` is called; else `main()`. Returns what `main` did (on rank 0).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    nproc = 1 if under_torchrun else take_nproc(argv)
+    nproc = None if under_torchrun else take_nproc(argv)
     args = () if Config is None else (parse_flags(Config, argv, description=main.__doc__),)
     if Config is None:
-        sys.argv[1:] = argv
-    if not under_torchrun and nproc > 1:
+        sys.argv[1:] = argv  # `main` may read flags of its own, but not --nproc
+    if nproc is not None and nproc > 1:
         try:
             run = launch(main, *args, world_size=nproc, timeout=None, live=True, trace=False)
         except RanksError as error:
@@ -212,12 +211,13 @@ def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | Non
 def take_nproc(argv: list[str]) -> int:
     """Remove `--nproc N` (or `--nproc=N`) from argv; 1 if it is not there."""
     for i, arg in enumerate(argv):
-        name, _, value = arg.partition("=")
+        name, equals, value = arg.partition("=")
         if name == "--nproc":
-            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
-            del argv[i : i + (1 if "=" in arg else 2)]
-            if not value.isdigit() or not 1 <= int(value) <= 64:
-                sys.exit(f"--nproc {value}: must be a whole number from 1 to 64")
+            if not equals:
+                value = argv[i + 1] if i + 1 < len(argv) else ""
+            del argv[i : i + (1 if equals else 2)]
+            if not value.isdecimal() or not 1 <= int(value) <= MAX_RANKS:
+                sys.exit(f"--nproc {value}: must be a whole number from 1 to {MAX_RANKS}")
             return int(value)
     return 1
 
@@ -227,12 +227,9 @@ def join(under_torchrun: bool) -> None:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     backend = pick_backend(local_world)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    device = take_device(backend, local_rank)
     if under_torchrun:
-        if "OMP_NUM_THREADS" not in os.environ or local_world == 1:
+        if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it where it starts several ranks
             torch.set_num_threads(threads_per_rank(cores(), local_world))
         dist.init_process_group(backend)
     else:

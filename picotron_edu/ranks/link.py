@@ -25,8 +25,7 @@ from typing import Any
 
 
 def wire_bytes(operation: str, payload_bytes: int, n: int) -> float:
-    """Bytes one of `n` ranks sends in the ring algorithm; `payload_bytes` is the size N of the
-    whole.
+    """Bytes one of `n` ranks sends in the ring algorithm for `payload_bytes`, the N below.
 
     N is the tensor for all-reduce and broadcast, the gathered result for all-gather, the input for
     reduce-scatter and all-to-all, the sum of what this rank sends for point-to-point messages.
@@ -62,7 +61,7 @@ def ring_steps(operation: str, n: int) -> int:
         "reduce_scatter": n - 1,
         "all_to_all": n - 1,
         "broadcast": n - 1,
-        "barrier": 2 * max(1, math.ceil(math.log2(n))),
+        "barrier": 2 * max(1, math.ceil(math.log2(n))),  # up a tree and down again
     }
     return steps.get(operation, 1)
 
@@ -80,7 +79,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"latency_us={self.latency_us}: must be 0 or more microseconds")
+            raise ValueError(
+                f"latency_us={self.latency_us}: must be 0 or more microseconds, and finite"
+            )
         if not self.gbps > 0:
             raise ValueError(f"gbps={self.gbps}: must be more than 0 gigabits per second")
 
@@ -89,7 +90,7 @@ class Link:
         return self.delay(operation, link_bytes(operation, payload_bytes, n), n)
 
     def delay(self, operation: str, size: float, n: int) -> float:
-        """The same for `size` bytes that pass the link, where they are known."""
+        """The same where it is known how many bytes, `size`, pass the busiest link."""
         return ring_steps(operation, n) * self.latency_us * 1e-6 + size * 8 / (self.gbps * 1e9)
 
 
@@ -101,10 +102,10 @@ class LinkQueue:
     free_at: float = 0.0
 
     def arrival(self, message: Any, link: Link) -> float:
-        """When `message` is through: it begins once every rank it needs has come, and those before
-        it have passed.
-        """
-        for earlier in [*self.waiting] if message in self.waiting else ():
+        """When `message` is through: it begins after the earlier ones, with all its ranks there."""
+        if message not in self.waiting:  # worked out already, when a later one was waited for
+            return message.arrival
+        for earlier in self.waiting[: self.waiting.index(message) + 1]:
             entered = earlier.entered()
             if entered is None and earlier is message:  # it needed nothing from who is late
                 entered = message.began
@@ -113,6 +114,4 @@ class LinkQueue:
                 begin = max(entered, self.free_at)
                 earlier.arrival = self.free_at = begin + link.delay(earlier.operation, size, n)
                 self.waiting.remove(earlier)
-            if earlier is message:
-                break
         return message.arrival

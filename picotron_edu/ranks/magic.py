@@ -26,20 +26,22 @@ from .errors import RanksError
 from .launch import make_spec, pick_backend
 from .link import Link
 from .pool import RankPool
-from .printing import show
-from .start import fork_server
+from .printing import print_by_rank
+from .start import CAN_FORK, fork_server
 
 
 def first_names(rank: int) -> dict[str, Any]:
-    """The names every `%%ranks` cell starts with."""
+    """The names every `%%ranks` cell starts with; a rank does not launch others."""
     import picotron_edu.ranks as ranks
 
-    names = {name: getattr(ranks, name) for name in ranks.__all__ if name not in ("launch",)}
+    names = {name: getattr(ranks, name) for name in ranks.__all__ if name != "launch"}
     names |= {"rank": rank, "world_size": dist.get_world_size(), "torch": torch, "dist": dist}
     return {**names, "__name__": "__ranks__"}
 
 
 class Arguments(argparse.ArgumentParser):
+    """argparse would end the notebook's process over a wrong argument."""
+
     def error(self, message: str) -> Any:
         raise ValueError(f"%%ranks: {message}\n{self.format_usage()}")
 
@@ -72,9 +74,9 @@ class RanksMagics(Magics):
         linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
         payload = {"source": cell, "name": name, "trace": False}
         try:
-            show(pool.run("cell", payload, args.timeout).texts)
+            print_by_rank(pool.run("cell", payload, args.timeout).texts)
         except RanksError as error:
-            show(error.outcome.texts)  # type: ignore[attr-defined]
+            print_by_rank(error.outcome.texts)
             if not pool.alive:
                 error.args = (
                     f"{error}\n\nThe ranks were ended; the next %%ranks cell starts new ones, "
@@ -84,21 +86,22 @@ class RanksMagics(Magics):
 
     def ready_pool(self, n: int, link: str, fresh: bool) -> RankPool:
         """The pool of the last cell, or a new one if it is gone or something else is asked for."""
-        if self.pool and (fresh or not self.pool.alive or self.key != (n, link)):
+        if fresh or self.pool is None or not self.pool.alive or self.key != (n, link):
+            # the flags are checked first: a wrong one must not cost the names of earlier cells
+            spec = make_spec(n, backend=None, link=parse_link(link), threads=None, seed=0)
             self.close()
-        if self.pool is None:
-            spec = make_spec(n, None, parse_link(link), None, seed=0)
             self.pool, self.key = RankPool(n, spec), (n, link)
         return self.pool
 
     def close(self) -> None:
+        """End the ranks, and with them the names."""
         if self.pool:
             self.pool.end()
             self.pool = None
 
 
 def parse_link(text: str) -> Link | None:
-    """ "50,10" as Link(latency_us=50, gbps=10)."""
+    """The text 50,10 as Link(latency_us=50, gbps=10)."""
     if not text:
         return None
     try:
@@ -111,6 +114,7 @@ def parse_link(text: str) -> Link | None:
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext picotron_edu.ranks`; starts the fork server, so that the first launch is quick."""
     shell.register_magics(RanksMagics(shell))
-    fork_server()
+    if CAN_FORK:
+        fork_server()
     gpus = torch.cuda.device_count() if pick_backend(1) == "nccl" else 0
     print(f"%%ranks N: nccl, a GPU each, up to {gpus} ranks" if gpus else "%%ranks N: gloo on CPU")

@@ -36,7 +36,8 @@ class Axis:
     """One line of ranks that talk to each other.
 
     name: "tp"; size: number of ranks on it; index: this rank's place, 0 … size−1; ranks: their
-    global ranks in order; group: torch's process group, None when size is 1 (nobody to talk to).
+    global ranks in order; group: torch's process group, None when size is 1 (nobody to talk to);
+    runtime: this rank's, where a message finds its board, recorder and link.
     """
 
     name: str
@@ -95,15 +96,13 @@ class Mesh:
                 f"pp·dp·cp·tp = {pp}·{dp}·{cp}·{tp} = {self._grid.size}, "
                 f"but world_size is {self.world_size}: they must be equal"
             )
-        self._axes: dict[str, Axis] = {}
         self._device_mesh: DeviceMesh | None = None
         if self.world_size > 1:
             used = {name: size for name in ORDER if (size := self.sizes[name]) > 1}
             self._device_mesh = init_device_mesh(
                 self.world.runtime.device.type, tuple(used.values()), mesh_dim_names=tuple(used)
             )
-        for name in (*ORDER, "ep", "expert_dp"):
-            self._axes[name] = self._axis(name)
+        self._axes = {name: self._axis(name) for name in (*ORDER, "ep", "expert_dp")}
 
     @staticmethod
     def grid(pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> np.ndarray:
@@ -143,7 +142,7 @@ class Mesh:
             group = self.world.group
         elif len(line) > 1 and name in ORDER:
             group = self.device_mesh.get_group(name)
-        elif len(line) > 1:
+        elif len(line) > 1:  # torch's mesh does not know joined axes, ep and expert_dp
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
         runtime = self.world.runtime
         return Axis(name, len(line), line.index(self.rank), tuple(line), group, runtime)

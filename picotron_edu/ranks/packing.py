@@ -60,4 +60,5 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
+    """What `pack` has packed."""
     return _Unpickler(io.BytesIO(data)).load()

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from .checks import divisible
+from .checks import dim_to_cut
 from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from .mesh import Axis
 
@@ -63,7 +63,8 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim).view(ctx.shape), None, None
+        piece = reduce_scatter(grad, ctx.axis, ctx.dim)
+        return piece.view(ctx.shape), None, None  # a single number was gathered as a vector
 
 
 class _ScatterSum(Function):
@@ -121,17 +122,19 @@ def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def scatter_sum(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Sum over the ranks, keep this rank's piece along `dim`; backward gathers."""
+    """Sum over the ranks, keep this rank's piece along `dim`; backward gathers.
+
+    x.shape[dim] must be divisible by axis.size.
+    """
     return _ScatterSum.apply(x, axis, dim)
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's piece of an `x` that is equal on all ranks; backward gathers the pieces'
-    gradients.
+    """This rank's piece of an `x` that is equal on all ranks; backward gathers the gradients.
 
     x.shape[dim] must be divisible by axis.size.
     """
-    return _Split.apply(x, axis, divisible("split", x, dim, axis))
+    return _Split.apply(x, axis, dim_to_cut("split", x, dim, axis))
 
 
 def exchange(

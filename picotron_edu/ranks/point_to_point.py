@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import place, writable
-from .collectives import begin, copy_back, wire
+from .checks import check_writable, global_rank
+from .collectives import copy_back, result_or_handle, wire
 from .handle import Handle, describe
 from .mesh import Axis
 
 Send = tuple[Tensor, int]  # what, and to which place on the axis
-Receive = tuple[Tensor, int]  # into which buffer, and from which place on the axis
+Receive = tuple[Tensor, int]  # into which buffer, and the source: from which place on the axis
 
 
 def send_recv(
@@ -32,15 +32,18 @@ def send_recv(
 ) -> Any:
     """All of a rank's sends and receives in one call, so that no order of them can deadlock.
 
-    sends: (tensor, to which place); receives: (buffer, from which place); shapes and types of the
-    two ends must agree. Returns the filled buffers, or a Handle for them. Between one pair of ranks
+    sends: (tensor, to which place); receives: (buffer, source place); shapes and types of the two
+    ends must agree. Returns the filled buffers, or a Handle for them. Between one pair of ranks
     messages match in the order given: on an axis of 2 the left neighbour *is* the right one.
     """
     return _point_to_point("send_recv", axis, sends, receives, async_op)
 
 
 def send(x: Tensor, axis: Axis, to: int, async_op: bool = False) -> Any:
-    """Send `x` to place `to`; blocks until its receive is posted there, at any size."""
+    """Send `x` to place `to`; blocks until its receive is posted there, at any size.
+
+    With async_op=True it returns a Handle at once, and its wait() blocks.
+    """
     return _point_to_point("send", axis, [(x, to)], [], async_op)
 
 
@@ -52,11 +55,11 @@ def receive(buffer: Tensor, axis: Axis, source: int, async_op: bool = False) -> 
 def _point_to_point(
     operation: str, axis: Axis, sends: Sequence[Send], receives: Sequence[Receive], async_op: bool
 ) -> Any:
-    for name, other in [("to", to) for _, to in sends] + [("from", at) for _, at in receives]:
-        if place(axis, name, other) == axis.ranks[axis.index]:
+    for name, other in [("to", to) for _, to in sends] + [("source", at) for _, at in receives]:
+        if global_rank(axis, name, other) == axis.ranks[axis.index]:
             raise ValueError(f"{name}={other} is this rank itself: nothing need be sent")
     for buffer, _ in receives:
-        writable(buffer)
+        check_writable("buffer", buffer)
     out = [(wire(x), axis.ranks[to]) for x, to in sends]
     into = [(wire(buffer), axis.ranks[at]) for buffer, at in receives]
 
@@ -86,4 +89,4 @@ def _point_to_point(
         collective=False,
     )
     handle.link_bytes = max(leaves, comes)  # a link carries both directions at once
-    return begin(handle, async_op)
+    return result_or_handle(handle, async_op)

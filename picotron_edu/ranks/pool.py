@@ -20,12 +20,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from .board import WORKING, Board, Wait
-from .errors import RankFailed, RanksError, RanksHung, place, readers_frames, tidy
+from .errors import (
+    Failure,
+    Frame,
+    RankFailed,
+    RanksError,
+    RanksHung,
+    location,
+    readers_frames,
+    tidy,
+)
 from .packing import pack, unpack
 from .start import start_workers
 from .trace import Event
@@ -84,7 +93,7 @@ class RankPool:
         """
         task = Task(self, timeout, live)
         try:
-            for slot in self.board.slots:
+            for slot in self.board.slots:  # else those who returned from the last task seem gone
                 slot["state"] = WORKING
             message = pack((kind, payload))
             for pipe in self.workers.pipes:
@@ -92,7 +101,7 @@ class RankPool:
                     pipe.send_bytes(message)
             return task.wait()
         except RanksError as error:
-            error.outcome = task.outcome  # type: ignore[attr-defined]
+            error.outcome = task.outcome
             if len(task.returned) + len(task.failures) < self.world_size or task.codes:
                 self.end()  # some rank still waits for another: nothing sensible can follow
             raise
@@ -111,19 +120,25 @@ class Task:
         self.pool, self.timeout, self.live = pool, timeout, live
         self.outcome = Outcome([None] * n, [[] for _ in range(n)])
         self.returned: set[int] = set()
-        self.failures: dict[int, dict[str, Any]] = {}
+        self.failures: dict[int, Failure] = {}
         self.codes: dict[int, int] = {}  # exit codes of ended processes
-        self.where: dict[int, list] = {}
+        self.where: dict[int, list[Frame]] = {}  # the stacks of those that were asked
         self.stuck: tuple = ()
 
+    @property
+    def finished(self) -> set[int]:
+        """The ranks that have answered, or whose process has ended."""
+        return {*self.returned, *self.failures, *self.codes}
+
     def wait(self) -> Outcome:
+        """Listen until every rank has returned; raise as soon as one cannot."""
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         while len(self.returned) < self.pool.world_size:
             quiet = not self.listen(PATIENCE)
             if self.failures or self.codes:
                 self.fail()
             if quiet and (stuck := self.pool.board.deadlock()):
-                if stuck == self.stuck:
+                if stuck == self.stuck:  # nobody has moved since the last look
                     raise RanksHung(self.report(), "the ranks wait for each other for ever:")
                 self.stuck = stuck
             if deadline and time.monotonic() > deadline:
@@ -138,27 +153,27 @@ class Task:
             if rank not in self.codes and not pipe.closed
         }
         heard = wait(list(pipes), seconds)
-        for pipe in heard:
-            assert isinstance(pipe, Connection)
-            try:
-                while pipe.poll():
-                    self.handle(pipes[pipe], *unpack(pipe.recv_bytes()))
-            except (EOFError, OSError):
-                self.codes[pipes[pipe]] = self.exit_code(pipes[pipe])
+        for pipe, rank in pipes.items():
+            if pipe in heard:
+                try:
+                    while pipe.poll():
+                        self.handle(rank, *unpack(pipe.recv_bytes()))
+                except (EOFError, OSError):
+                    self.codes[rank] = self.exit_code(rank)
         return bool(heard)
 
     def exit_code(self, rank: int) -> int:
         """How a rank ended whose pipe has closed; the fork server tells a moment later."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
-            codes = self.pool.workers.exits()
-            self.codes.update(codes)
-            if rank in codes or rank in self.codes:
+            self.codes.update(self.pool.workers.exits())
+            if rank in self.codes:
                 return self.codes[rank]
             time.sleep(0.005)
         return 1  # nobody knows: the fork server itself is gone
 
     def handle(self, rank: int, kind: str, *content: Any) -> None:
+        """Take in one message of a rank (see `worker.py`)."""
         if kind == "text":
             self.outcome.texts[rank].append((content[0], content[1]))
             if self.live and rank == 0:
@@ -177,7 +192,7 @@ class Task:
     def fail(self) -> None:
         """Raise RankFailed for the first failure, after a moment for the others to report."""
         until = time.monotonic() + GRACE
-        while (left := until - time.monotonic()) > 0 and self.unheard():
+        while (left := until - time.monotonic()) > 0 and len(self.finished) < self.pool.world_size:
             self.listen(left)
         failures = list(self.failures.values())
         for rank, code in self.codes.items():
@@ -185,42 +200,30 @@ class Task:
                 failures.append(self.died(rank, code))
         if not failures:  # a process ended after it had returned: nobody misses it
             return
-        if any(f["mismatch"] for f in failures):
+        if any(f.mismatch for f in failures):
             calls = [
                 replace(w, what=w.what.replace("waits in", "calls"), blocked=False)
                 for w in self.report()
             ]
             raise RanksHung(calls, "the ranks do not agree on what they call:")
-        # A failure inside a message is most often the echo of somebody else's.
-        first, *rest = sorted(failures, key=lambda f: (f["in_message"], f["time"]))
-        raise RankFailed(first, [f for f in rest if not f["in_message"]])
+        # echoes of somebody else's failure come last, and need not be told
+        first, *rest = sorted(failures, key=lambda f: (f.in_message, f.time))
+        raise RankFailed(first, [f for f in rest if not f.in_message])
 
-    def unheard(self) -> bool:
-        return len({*self.failures, *self.returned, *self.codes}) < self.pool.world_size
-
-    def died(self, rank: int, code: int) -> dict[str, Any]:
+    def died(self, rank: int, code: int) -> Failure:
         """The description of a rank whose process ended without a word."""
         what = f"its process ended with exit code {code}"
         if code < 0:
             what = f"its process was killed by {signal.Signals(-code).name}"
         log = self.pool.folder / f"rank{rank}.log"
         text = log.read_text(errors="replace")[-2000:].strip() if log.exists() else ""
-        return {
-            "rank": rank,
-            "time": 0.0,  # before any exception that it caused elsewhere
-            "type": "RankDied",
-            "message": what,
-            "frames": [],
-            "mismatch": False,
-            "in_message": False,
-            "log": text,
-        }
+        # time 0: before any exception that it caused elsewhere
+        return Failure(rank, 0.0, "RankDied", what, log=text)
 
     def report(self) -> list[Wait]:
         """What every rank is doing; those outside any message are asked for their line."""
         waits = self.pool.board.report()
-        asked = [w.rank for w in waits if not w.blocked and w.rank not in self.returned]
-        asked = [rank for rank in asked if rank not in self.failures and rank not in self.codes]
+        asked = [w.rank for w in waits if not w.blocked and w.rank not in self.finished]
         for rank in asked:
             with contextlib.suppress(OSError):
                 self.pool.workers.pipes[rank].send_bytes(pack(("where",)))
@@ -229,7 +232,7 @@ class Task:
             self.listen(left)
         for rank in asked:
             if rank in self.where:
-                line = place(*readers_frames(self.where[rank])[-1])
+                line = location(*readers_frames(self.where[rank])[-1])
                 waits[rank] = replace(waits[rank], line=line)
             else:
                 what = "does not answer: busy outside Python, or stopped"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 
-def show(texts: list[list[tuple[str, str]]], skip: int | None = None) -> None:
-    """Print what the ranks printed, once, grouped in rank order."""
+def print_by_rank(texts: list[list[tuple[str, str]]], skip: int | None = None) -> None:
+    """texts: of each rank its (stream, text) pieces; skip: a rank that has been shown already."""
     lines = []
     for rank, pieces in enumerate(texts):
         text = "".join(piece for _, piece in pieces)

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .checks import dim_to_cut
 from .mesh import Axis
 from .point_to_point import send_recv
 
@@ -65,11 +66,7 @@ def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def ring_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """The first round alone: rank i gets the i-th of n equal pieces of the sum, along dim 0."""
-    if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ValueError(
-            f"ring_reduce_scatter cuts dim 0 of shape {list(x.shape)} into axis.size={axis.size} "
-            f"pieces: it must be divisible"
-        )
+    dim_to_cut("ring_reduce_scatter", x, 0, axis)
     pieces = x.detach().clone().tensor_split(axis.size)
     once_round(pieces, axis, axis.index - 1, Tensor.add_)
     return pieces[axis.index].clone()

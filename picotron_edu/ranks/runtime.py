@@ -41,6 +41,14 @@ def current() -> Runtime:
     return CURRENT.get()
 
 
+def take_device(backend: str, local_rank: int) -> torch.device:
+    """Under nccl this rank's own GPU, from now on torch's current one; else the CPU."""
+    if backend != "nccl":
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
 def device() -> torch.device:
     """Where this rank's tensors live: its own GPU, or the CPU."""
     return current().device

@@ -60,15 +60,18 @@ class Job:
 
 def become_rank(rank: int, fd: int, spec: dict[str, Any], close: list[int]) -> None:
     """In the fork: drop everything of the server, run the rank, and never return."""
-    os.setpgid(0, 0)
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    for other in close:
-        os.close(other)
-    from . import worker
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        for other in close:
+            os.close(other)
+        from . import worker
 
-    worker.main(rank, Connection(fd), spec)
+        worker.main(rank, Connection(fd), spec)
+    finally:
+        os._exit(1)  # an exception must not lead back into the server's own loop
 
 
 def reap(jobs: dict[Connection, Job]) -> None:
@@ -85,6 +88,7 @@ def reap(jobs: dict[Connection, Job]) -> None:
 
 
 def serve(control: socket.socket) -> None:
+    """Start and end jobs until the notebook is gone."""
     jobs: dict[Connection, Job] = {}
     wake, wake_write = os.pipe()
     os.set_blocking(wake, False)
@@ -106,6 +110,7 @@ def serve(control: socket.socket) -> None:
             elif ready == wake:
                 os.read(wake, 1024)
             else:
+                # a job's pipe brings its spec, and after that only its end of file
                 job = jobs[ready]  # type: ignore[index]
                 try:
                     others = [pipe.fileno() for pipe in jobs]
@@ -123,7 +128,7 @@ if __name__ == "__main__":
 
     from . import magic, worker  # noqa: F401
 
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the first seeding costs more than later ones
     numpy.random.seed(0)
     gc.freeze()  # the garbage collector of a rank need not walk through torch (0.2 s)
     serve(socket.socket(fileno=int(sys.argv[1])))

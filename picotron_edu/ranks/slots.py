@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-GROUPS = 32  # axes one rank can talk over
+AXES = 32  # axes one rank can talk over
 HISTORY = 64  # calls remembered per axis and per neighbour; who is further ahead is not compared
+# the kinds of messages between two ranks: a send meets a receive; give and take are the parts of an
+# all_to_all, compared, but not counted as sends
 OPPOSITE = {"send": "receive", "receive": "send", "give": "take", "take": "give"}
 
 
@@ -18,20 +20,20 @@ def slot_type(world_size: int) -> np.dtype:
     """The layout of one rank's slot."""
     fields: list[tuple] = [
         ("state", "i8"),
-        ("version", "i8"),  # changes with every new wait: proves that nothing moved
-        ("since", "f8"),
-        ("what", "S160"),
+        ("version", "i8"),  # grows with every new wait: where it stands still, nothing moved
+        ("since", "f8"),  # when the state was set
+        ("what", "S160"),  # the last message it began, for the report
         ("axis", "S40"),
         ("line", "S200"),
-        # one entry an axis this rank talks over, in the order of first use
-        ("key", "u4", GROUPS),
-        ("members", "u1", (GROUPS, world_size)),
-        ("calls", "i8", GROUPS),  # calls made so far
-        ("signature", "u4", (GROUPS, HISTORY)),
-        ("entered", "f8", (GROUPS, HISTORY)),  # when each of the last calls was made
-        ("waiting", "i8", GROUPS),  # the call it is blocked in, 0 for none
+        # one row an axis this rank talks over, in the order of first use
+        ("key", "u4", AXES),  # a checksum of its name and ranks, 0 for a free row
+        ("members", "u1", (AXES, world_size)),
+        ("calls", "i8", AXES),  # calls made so far
+        ("signature", "u4", (AXES, HISTORY)),
+        ("entered", "f8", (AXES, HISTORY)),  # when each of the last calls was made
+        ("waiting", "i8", AXES),  # the call it is blocked in, 0 for none
     ]
-    for kind in OPPOSITE:  # messages between two ranks, one entry a peer; give, take: all_to_all's
+    for kind in OPPOSITE:  # one row a peer
         fields += [
             (f"{kind} count", "i8", (world_size,)),  # posted so far
             (f"{kind} signature", "u4", (world_size, HISTORY)),

@@ -21,7 +21,8 @@ from typing import Any
 
 from .packing import pack
 
-PACKAGE_ROOT = str(Path(__file__).parents[2])
+PACKAGE_ROOT = str(Path(__file__).parents[2])  # found also where the package is not installed
+CAN_FORK = hasattr(os, "fork")  # Windows cannot
 
 
 def python(module: str, *args: str, **options: Any) -> subprocess.Popen:
@@ -72,9 +73,7 @@ def fork_server() -> ForkServer:
 
 
 class Workers:
-    """The processes of one launch. `pipes[r]` talks to rank r; its end of file is that rank's
-    death.
-    """
+    """The processes of one launch. `pipes[r]` talks to rank r, and closes when that rank ends."""
 
     pipes: list[Connection]
 
@@ -89,7 +88,6 @@ class Workers:
 
 class ForkedWorkers(Workers):
     def __init__(self, world_size: int, spec: dict[str, Any]) -> None:
-        self.folder = spec["folder"]
         server = fork_server()
         self.job, job_end = Pipe()
         pairs = [Pipe() for _ in range(world_size)]
@@ -156,10 +154,8 @@ def inheritable(pipe: Connection) -> tuple[int, dict[str, Any]]:
 
 
 def start_workers(world_size: int, spec: dict[str, Any], method: str | None) -> Workers:
-    """Start the ranks; method "fork" (from the fork server), "spawn", or None for the best there
-    is.
-    """
-    method = method or ("fork" if hasattr(os, "fork") else "spawn")
+    """Start the ranks; method "fork" (from the fork server), "spawn", or None: fork if possible."""
+    method = method or ("fork" if CAN_FORK else "spawn")
     kinds = {"fork": ForkedWorkers, "spawn": SpawnedWorkers}
     if method not in kinds:
         raise ValueError(f"start_method={method!r}: must be 'fork' or 'spawn'")

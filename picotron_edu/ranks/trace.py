@@ -1,6 +1,6 @@
 """What every rank did, when, and how many bytes it sent: the evidence behind each chapter.
 
-Every collective writes one event; `span("forward")` writes one for computation. After a run the
+Every message writes one event; `span("forward")` writes one for computation. After a run the
 events of all ranks are merged into one `Trace`:
 
     rank 0  compute |  forward  |   backward    | optimizer |
@@ -10,7 +10,7 @@ events of all ranks are merged into one `Trace`:
 
 `trace.ledger()` sums the bytes, `trace.save("run.json")` writes a file for https://ui.perfetto.dev,
 `show.timeline(trace)` draws it. Bytes follow the ring formulas of `link.wire_bytes`; times are
-seconds since the run began (all ranks of a machine share one clock).
+seconds since the first event (all ranks of a machine share one clock).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Event(NamedTuple):
     payload_bytes: int = 0
     wire_bytes: float = 0.0
     axis: str = ""
-    waits_for: int | None = None  # the rank that came last to this collective
+    waits_for: int | None = None  # the rank that came last to this message
     where: str = ""  # file and line of the caller
 
 
 @dataclass
 class Recorder:
-    """The notebook of one rank: events are appended while it runs."""
+    """The log of one rank: events are appended while it runs."""
 
     rank: int
     events: list[Event] = field(default_factory=list)
@@ -157,10 +157,9 @@ class Trace(Sequence[Event]):
         """Messages by operation and axis; calls and bytes are per rank: the mean over the ranks
         that did anything at all.
         """
-        comm = self.of(lane="comm")
         ranks = max(1, len({e.rank for e in self.events}))
         sums: dict[tuple[str, str], list[float]] = {}
-        for e in comm:
+        for e in self.of(lane="comm"):
             row = sums.setdefault((e.name, e.axis), [0, 0, 0])
             row[0] += 1
             row[1] += e.payload_bytes

@@ -1,5 +1,4 @@
-"""The life of one rank: join the process group, then run what the notebook sends, until it hangs
-up.
+"""The life of one rank: join the process group, then run what the notebook sends.
 
 Three kinds of things go back to the notebook over the rank's pipe: printed text as it comes, and at
 the end of a task either its result with the recorded events, or a description of the exception. A
@@ -30,11 +29,10 @@ import torch
 import torch.distributed as dist
 
 from .board import FAILED, RETURNED, WORKING, Board, Mismatch
+from .errors import Failure, Frame
 from .packing import pack, unpack
-from .runtime import CURRENT, Runtime
+from .runtime import CURRENT, Runtime, take_device
 from .trace import Recorder
-
-Frame = tuple[str, int, str]  # file, line, function
 
 
 class Pipe:
@@ -70,7 +68,7 @@ class RankText(io.TextIOBase):
 
 
 def main(rank: int, connection: Connection, spec: dict[str, Any]) -> None:
-    """Run rank `rank` as `spec` says (see `pool.RankPool`), and end the process."""
+    """Run rank `rank` as `spec` says (see `launch.make_spec`) until the process is ended."""
     pipe = Pipe(connection)
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     main_thread = threading.get_ident()
@@ -80,7 +78,6 @@ def main(rank: int, connection: Connection, spec: dict[str, Any]) -> None:
             target=listen, args=(connection, pipe, tasks, main_thread), daemon=True
         ).start()
         runtime = join(rank, spec)
-        pipe.send("ready")
     except BaseException as error:
         pipe.send("failed", describe(error, rank))
         os._exit(1)
@@ -112,10 +109,7 @@ def set_up_process(rank: int, pipe: Pipe, spec: dict[str, Any]) -> None:
 def join(rank: int, spec: dict[str, Any]) -> Runtime:
     """Meet the other ranks in the job's folder and fill in this rank's runtime."""
     folder, world_size = Path(spec["folder"]), spec["world_size"]
-    device = torch.device("cpu")
-    if spec["backend"] == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    device = take_device(spec["backend"], rank)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         spec["backend"],
@@ -149,7 +143,7 @@ def run_task(kind: str, payload: Any, pipe: Pipe, runtime: Runtime, names: dict[
     assert board is not None
     recorder = Recorder(rank)
     runtime.recorder = recorder if payload["trace"] else None
-    board.state(WORKING)
+    board.set_state(WORKING)
     try:
         value = None
         try:
@@ -164,11 +158,11 @@ def run_task(kind: str, payload: Any, pipe: Pipe, runtime: Runtime, names: dict[
         answer = pack_answer(value)
     except BaseException as error:
         flush()
-        board.state(FAILED)
+        board.set_state(FAILED)
         pipe.send("failed", describe(error, rank))
     else:
         flush()
-        board.state(RETURNED)
+        board.set_state(RETURNED)
         pipe.send("returned", answer, recorder.events, recorder.truncated)
 
 
@@ -204,7 +198,9 @@ def run_cell(source: str, name: str, names: dict[str, Any], rank: int) -> None:
 
 
 def on_cpu(value: Any) -> Any:
-    """Tensors inside lists, tuples and dicts, detached and on the CPU: they leave this process."""
+    """Tensors, also inside lists, tuples, sets and dicts, as they leave this process: detached and
+    on the CPU.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if type(value) in (list, tuple, set):
@@ -223,21 +219,19 @@ def stack(frame: FrameType | None) -> list[Frame]:
     return frames[::-1]
 
 
-def describe(error: BaseException, rank: int) -> dict[str, Any]:
-    """An exception as plain data: the notebook knows the source of its cells, this process does
-    not.
-    """
+def describe(error: BaseException, rank: int) -> Failure:
+    """An exception as plain data."""
     frames: list[Frame] = [
         (f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)
     ]
     if isinstance(error, SyntaxError):
         frames.append((error.filename or "", error.lineno or 0, ""))
-    return {
-        "rank": rank,
-        "time": time.perf_counter(),
-        "type": type(error).__name__,
-        "message": str(error),
-        "frames": frames,
-        "mismatch": isinstance(error, Mismatch),
-        "in_message": getattr(error, "in_message", False),
-    }
+    return Failure(
+        rank,
+        time.perf_counter(),
+        type(error).__name__,
+        str(error),
+        frames,
+        mismatch=isinstance(error, Mismatch),
+        in_message=getattr(error, "in_message", False),
+    )
