@@ -35,9 +35,10 @@ def parse_flags(
     argv: Sequence[str] | None = None,
     prog: str | None = None,
     description: str | None = None,
+    epilog: str | None = None,
 ) -> Config:
     """Read `argv` (None: this process's arguments) into an instance of the dataclass `Config`."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog, None, description, epilog, allow_abbrev=False)
     hints = get_type_hints(Config)
     names = [f.name for f in dataclasses.fields(Config)]  # type: ignore[arg-type]
     for field in dataclasses.fields(Config):  # type: ignore[arg-type]

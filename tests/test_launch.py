@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from processes import eventually, ranks_of
 
-from picotron_edu.ranks import RanksHung, Run, all_reduce, device, launch, world
-from picotron_edu.ranks.launch import pick_backend, threads_per_rank
+from picotron_edu.ranks import Link, RanksHung, Run, all_reduce, device, launch, world
+from picotron_edu.ranks.machine import pick_backend, threads_per_rank
 
 ROOT = Path(__file__).parents[1]
 
@@ -274,6 +274,7 @@ def test_spawned_ranks_do_the_same():
         ({"world_size": 2.0}, r"world_size=2\.0"),
         ({"threads": 0}, "threads=0: must be 1 or more"),
         ({"link": 5}, "link=5: must be a Link"),
+        ({"link": {"tq": Link(1, 1)}}, "link={'tq': ...}: no axis has that name"),
         ({"backend": "mpi"}, "backend='mpi': must be 'gloo', 'nccl' or None"),
         ({"start_method": "magic"}, "start_method='magic': must be 'fork' or 'spawn'"),
         ({"timeout": -1.0}, r"timeout=-1\.0: must be more than 0 seconds"),

@@ -132,6 +132,7 @@ def test_wrong_arguments_of_the_magic(kernel):
     kernel.run("%%ranks 2\nkept = 5")
     assert "%%ranks: argument n: invalid int value: 'two'" in kernel.run("%%ranks two\n1")
     assert "world_size=0: must be a whole number from 1 to 64" in kernel.run("%%ranks 0\n1")
+    assert "timeout=-1.0: must be more than 0 seconds" in kernel.run("%%ranks 2 --timeout -1\n1")
     assert "--link fast: must be LATENCY_US,GBPS" in kernel.run("%%ranks 2 --link fast\n1")
     assert "rank 1 │ 5" in kernel.run("%%ranks\nkept")  # a slip does not cost the names
 

@@ -73,7 +73,7 @@ class RankFailed(RanksError):
         alike = [f for f in others if same(f, first)]
         # the lowest of those alike, not the quickest: the same report in every run
         self.rank = min(f.rank for f in [first, *alike])
-        self.others = sorted((f for f in others if f not in alike), key=lambda f: f.time)
+        self.others = sorted((f for f in others if f not in alike), key=lambda f: f.rank)
         self.type = first.type
         frames = readers_frames(first.frames)
         self.line = location(*frames[-1]) if frames else ""

@@ -12,6 +12,8 @@ temporary folder: no port, no host name, nothing that a second launch could coll
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import sys
@@ -25,10 +27,12 @@ import torch.distributed as dist
 from ..flags import parse_flags
 from .errors import RanksError
 from .link import Link
+from .machine import cores, pick_backend, threads_per_rank
+from .mesh import ORDER
 from .packing import pack
 from .pool import Outcome, RankPool
 from .printing import print_by_rank
-from .runtime import CURRENT, Runtime, take_device
+from .runtime import CURRENT, Runtime, seed_rank, take_device
 from .trace import Trace
 
 MAX_RANKS = 64  # on one machine
@@ -56,35 +60,6 @@ class Run(Sequence):
         return f"Run of {len(self)} ranks: run[r], run.output[r], run.trace"
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_per_rank(cores: int, ranks: int) -> int:
-    """Ranks share the machine: more threads than cores make everybody slower by factors."""
-    return max(1, cores // ranks)
-
-
-def pick_backend(world_size: int, backend: str | None = None) -> str:
-    """`backend` if given; else nccl if every rank can have a GPU of its own, else gloo."""
-    if backend is None:
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-        return "nccl" if enough and dist.is_nccl_available() else "gloo"
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(
-            f"backend={backend!r}: must be 'gloo', 'nccl' or None for the best there is"
-        )
-    if backend == "nccl" and torch.cuda.device_count() < world_size:
-        raise ValueError(
-            f"backend='nccl' needs a GPU a rank: world_size={world_size}, but there are "
-            f"{torch.cuda.device_count()} GPUs"
-        )
-    return backend
-
-
 def make_spec(
     world_size: int, backend: str | None, link: Any, threads: int | None, seed: int
 ) -> dict[str, Any]:
@@ -96,6 +71,12 @@ def make_spec(
     links = list(link.values()) if isinstance(link, Mapping) else [link] if link else []
     if not all(isinstance(x, Link) for x in links):
         raise ValueError(f"link={link!r}: must be a Link, or a dict of them by axis name")
+    for name in link if isinstance(link, Mapping) else ():
+        if name not in ("world", "ep", "expert_dp") and not set(name.split("_")) <= set(ORDER):
+            raise ValueError(
+                f"link={{{name!r}: ...}}: no axis has that name (world, {', '.join(ORDER)}, ep, "
+                f"expert_dp, or a joined one such as dp_cp)"
+            )
     environ = os.environ.copy()
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -134,6 +115,11 @@ def pack_call(fn: Callable, args: tuple) -> bytes:
         ) from None
 
 
+def check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout}: must be more than 0 seconds, or None for no limit")
+
+
 def launch(
     fn: Callable,
     *args: Any,
@@ -157,8 +143,7 @@ def launch(
 
     Raises RankFailed or RanksHung; no process is left, whatever happens.
     """
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout={timeout}: must be more than 0 seconds, or None for no limit")
+    check_timeout(timeout)
     spec = make_spec(world_size, backend, link, threads, seed)
     payload = {"call": pack_call(fn, args), "trace": trace}
     if not quiet:
@@ -192,7 +177,7 @@ def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | Non
     argv = list(sys.argv[1:] if argv is None else argv)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     nproc = None if under_torchrun else take_nproc(argv)
-    args = () if Config is None else (parse_flags(Config, argv, description=main.__doc__),)
+    args = () if Config is None else (read_flags(main, Config, argv),)
     if Config is None:
         sys.argv[1:] = argv  # `main` may read flags of its own, but not --nproc
     if nproc is not None and nproc > 1:
@@ -206,6 +191,14 @@ def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | Non
         return main(*args)
     finally:
         dist.destroy_process_group()
+
+
+def read_flags(main: Callable, Config: type, argv: list[str]) -> Any:
+    """The flags as a `Config`; of many ranks only the first explains what is wrong with them."""
+    epilog = "--nproc N: start N ranks (not under torchrun, which has a flag of that name itself)"
+    silent = io.StringIO() if int(os.environ.get("RANK", 0)) > 0 else sys.stderr
+    with contextlib.redirect_stderr(silent):
+        return parse_flags(Config, argv, description=main.__doc__, epilog=epilog)
 
 
 def take_nproc(argv: list[str]) -> int:
@@ -234,4 +227,5 @@ def join(under_torchrun: bool) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    seed_rank(0, dist.get_rank())
     CURRENT.set(Runtime(device=device))

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from .errors import RanksError
-from .launch import make_spec, pick_backend
+from .launch import check_timeout, make_spec
 from .link import Link
+from .machine import pick_backend
 from .pool import RankPool
 from .printing import print_by_rank
 from .start import CAN_FORK, fork_server
@@ -67,6 +68,7 @@ class RanksMagics(Magics):
         parser.add_argument("--link", default="")
         parser.add_argument("--fresh", action="store_true")
         args = parser.parse_args(shlex.split(line))
+        check_timeout(args.timeout)
         n = args.n if args.n is not None else self.pool.world_size if self.pool else 4
         pool = self.ready_pool(n, args.link, args.fresh)
         self.cells += 1

@@ -7,11 +7,13 @@ another thread or another test does not see it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from .board import Board
@@ -42,11 +44,20 @@ def current() -> Runtime:
 
 
 def take_device(backend: str, local_rank: int) -> torch.device:
-    """Under nccl this rank's own GPU, from now on torch's current one; else the CPU."""
+    """Under nccl this rank's own GPU, on which torch makes tensors from now on; else the CPU."""
     if backend != "nccl":
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    return device
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Ranks draw different numbers: nothing may work only because all of them drew the same."""
+    random.seed(seed + rank)
+    np.random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
 
 
 def device() -> torch.device:

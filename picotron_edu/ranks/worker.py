@@ -14,7 +14,6 @@ import io
 import linecache
 import os
 import queue
-import random
 import sys
 import threading
 import time
@@ -24,14 +23,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from .board import FAILED, RETURNED, WORKING, Board, Mismatch
 from .errors import Failure, Frame
 from .packing import pack, unpack
-from .runtime import CURRENT, Runtime, take_device
+from .runtime import CURRENT, Runtime, seed_rank, take_device
 from .trace import Recorder
 
 
@@ -100,10 +98,7 @@ def set_up_process(rank: int, pipe: Pipe, spec: dict[str, Any]) -> None:
     sys.stdout, sys.stderr = RankText(pipe, "out"), RankText(pipe, "err")
     sys.stdin = open(os.devnull)  # noqa: SIM115  (for the life of the process)
     torch.set_num_threads(spec["threads"])  # before anything has started torch's pool
-    seed = spec["seed"] + rank  # ranks differ: nothing may work only because they drew the same
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_rank(spec["seed"], rank)
 
 
 def join(rank: int, spec: dict[str, Any]) -> Runtime:
