@@ -125,8 +125,8 @@ def compare(
 
 
 def number(value: float) -> str:
-    """12345 -> "12,345"; up to two decimals where there are any."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"
+    """12345 -> "12,345", 2.5 -> "2.5"; up to two decimals where there are any."""
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
 def size(value: float) -> str:
