@@ -346,3 +346,86 @@ def test_a_rank_that_lives_on_after_an_echo_is_not_said_to_wait():
 
     error = fails(RankFailed, work)
     assert error.rank == 1 and "its process ended with exit code 0" in str(error)
+
+
+def test_what_a_dead_rank_has_started_is_ended_and_its_death_is_seen_at_once():
+    """A forked child holds the rank's pipe open: without its end, no end of the pipe."""
+
+    def work():
+        if world().index == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            print(child, flush=True)
+            os._exit(3)
+        barrier(world())
+
+    error = fails(RankFailed, work)
+    assert error.rank == 1 and "exit code 3" in str(error)
+    child = int("".join(text for _, text in error.outcome.texts[1]))
+    assert eventually(lambda: gone([child]), 5)
+
+
+def test_files_that_lie_around_do_not_disturb_the_ranks(tmp_path):
+    (tmp_path / "random.py").write_text("raise RuntimeError('the wrong random')")
+    code = "import sys; sys.path.pop(0)\nfrom picotron_edu.ranks import launch\n"
+    code += "print(list(launch(lambda: 1, world_size=2, quiet=True)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[1, 1]\n", done.stderr
+
+
+def test_a_report_points_at_the_readers_line_and_not_into_pythons_library():
+    def work():
+        while world().index == 0:
+            sys.stdout.write("x\n")
+        barrier(world())
+
+    error = fails(RanksHung, work, seconds=4.5, timeout=2)
+    assert "in work" in error.waits[0].line and "test_failures.py" in error.waits[0].line
+
+
+def test_a_very_long_report_is_folded():
+    def deeper(n):
+        return deeper(n + 1)
+
+    error = fails(RankFailed, lambda: deeper(0))
+    assert "RecursionError" in str(error) and "times" in str(error)
+    assert len(str(error).splitlines()) < 40
+
+    def long():
+        raise ValueError("x" * 100_000)
+
+    assert len(str(fails(RankFailed, long))) < 10_000
+
+
+def test_an_exception_without_a_readable_message_is_reported():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("no words")
+
+    def work():
+        raise Mute
+
+    assert "Mute: (its message cannot be read: KeyError)" in str(fails(RankFailed, work))
+
+
+def test_an_earlier_call_left_open_is_told_when_it_does_not_match():
+    def work():
+        if world().index == 1:
+            all_reduce(torch.ones(2), world(), async_op=True)  # and nobody waits for it
+        all_gather(torch.ones(1), world())
+
+    error = fails(RanksHung, work, seconds=5)
+    assert "makes another call than" in str(error) or "do not agree" in str(error)
+
+
+def test_large_results_may_arrive_after_the_time_limit():
+    def work():
+        time.sleep(0.3)
+        return torch.ones(20_000_000)
+
+    run = launch(work, world_size=2, quiet=True, timeout=0.9)
+    assert run[1].numel() == 20_000_000

@@ -199,6 +199,9 @@ class Board:
     def state_of(self, rank: int) -> int:
         return int(self.columns["state"][rank])
 
+    def all_returned(self) -> bool:
+        return all(self.state_of(rank) == RETURNED for rank in range(self.world_size))
+
     def blockers(self, rank: int) -> set[int]:
         """The ranks that have not yet done what `rank` waits for; empty if it does not wait."""
         column = self.columns

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import linecache
 import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from .board import Wait
 from .handle import OURS, TORCH
 
+COURSE = str(Path(OURS).parent / "course")
+LONGEST = 2000  # characters of an exception's message that a report shows
 Frame = tuple[str, int, str]  # file, line, function
 
 
@@ -49,9 +54,17 @@ def tidy(where: str) -> str:
 
 
 def readers_frames(frames: Sequence[Frame]) -> list[Frame]:
-    """Without the frames of this folder and of torch: what the reader wrote (all, if nothing)."""
-    hidden = (OURS, TORCH, "<frozen", "<string>")
-    return [f for f in frames if not f[0].startswith(hidden)] or list(frames)
+    """Without the frames of this folder, of torch and of Python's own library: what the reader
+    wrote (all, if that is nothing).
+    """
+    hidden, library = (OURS, TORCH, COURSE, "<frozen", "<string>"), sysconfig.get_path("stdlib")
+
+    def is_readers(file: str) -> bool:
+        return not file.startswith(hidden) and (
+            not file.startswith(library) or "site-packages" in file
+        )
+
+    return [f for f in frames if is_readers(f[0])] or list(frames)
 
 
 class RanksError(RuntimeError):
@@ -77,8 +90,8 @@ class RankFailed(RanksError):
         self.type = first.type
         frames = readers_frames(first.frames)
         self.line = location(*frames[-1]) if frames else ""
-        said = f"{first.type}: {first.message}".strip(": ")
-        shown = "\n".join(f"  {location(*f)}{source(*f[:2])}" for f in frames)
+        said = f"{first.type}: {shortened(first.message)}".strip(": ")
+        shown = "\n".join(lines_of(frames))
         self.traceback = f"Traceback of rank {self.rank}, innermost line last:\n{shown}\n{said}"
         message = f"rank {self.rank} failed first: {said}"
         if alike:
@@ -89,13 +102,27 @@ class RankFailed(RanksError):
         if first.log:
             message += f"\n\nIts process printed last:\n{first.log}"
         for other in self.others:
-            message += f"\n\nrank {other.rank} failed too: {other.type}: {other.message}"
+            message += f"\n\nrank {other.rank} failed too: {other.type}: {shortened(other.message)}"
         super().__init__(message)
 
 
 def same(a: Failure, b: Failure) -> bool:
     """Whether two ranks failed in the same way at the same line."""
     return (a.type, a.message, a.frames) == (b.type, b.message, b.frames)
+
+
+def shortened(message: str) -> str:
+    return message if len(message) <= LONGEST else f"{message[:LONGEST]} … ({len(message):,} long)"
+
+
+def lines_of(frames: Sequence[Frame]) -> list[str]:
+    """A line a frame, and the text of that line of code; a frame that repeats is told once."""
+    lines = []
+    for frame, repeats in groupby(frames):
+        lines.append(f"  {location(*frame)}{source(*frame[:2])}")
+        if (count := len(list(repeats))) > 1:
+            lines.append(f"    … {count} times")
+    return lines
 
 
 def source(filename: str, line: int) -> str:

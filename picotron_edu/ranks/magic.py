@@ -40,6 +40,13 @@ def first_names(rank: int) -> dict[str, Any]:
     return {**names, "__name__": "__ranks__"}
 
 
+class UsageError(ValueError):
+    """A wrong flag of %%ranks: Jupyter shows one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"ValueError: {self}"]
+
+
 class Arguments(argparse.ArgumentParser):
     """argparse would end the notebook's process over a wrong argument."""
 
@@ -67,10 +74,13 @@ class RanksMagics(Magics):
         parser.add_argument("--timeout", type=float, default=60.0)
         parser.add_argument("--link", default="")
         parser.add_argument("--fresh", action="store_true")
-        args = parser.parse_args(shlex.split(line))
-        check_timeout(args.timeout)
-        n = args.n if args.n is not None else self.pool.world_size if self.pool else 4
-        pool = self.ready_pool(n, args.link, args.fresh)
+        try:
+            args = parser.parse_args(shlex.split(line))
+            check_timeout(args.timeout)
+            n = args.n if args.n is not None else self.pool.world_size if self.pool else 4
+            pool = self.ready_pool(n, args.link, args.fresh)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         self.cells += 1
         name = f"<ranks cell {self.cells}>"
         linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)

@@ -58,11 +58,11 @@ class RankPool:
 
     def __init__(self, world_size: int, spec: dict[str, Any], method: str | None = None) -> None:
         self.world_size = world_size
-        self.folder = Path(tempfile.mkdtemp(prefix="picotron-edu-"))
-        self.board = Board(self.folder / "board", world_size)
         self.alive = True
+        self.folder = Path(tempfile.mkdtemp(prefix="picotron-edu-"))
         spec = {**spec, "world_size": world_size, "folder": str(self.folder)}
         try:
+            self.board = Board(self.folder / "board", world_size)
             self.workers = start_workers(world_size, spec, method)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class RankPool:
             return task.wait()
         except RanksError as error:
             error.outcome = task.outcome
-            if len(task.returned) + len(task.failures) < self.world_size or task.codes:
+            if len(task.returned) + len(task.failures) < self.world_size or task.ended:
                 self.end()  # some rank still waits for another: nothing sensible can follow
             raise
         except BaseException:  # Ctrl-C above all
@@ -121,27 +121,28 @@ class Task:
         self.outcome = Outcome([None] * n, [[] for _ in range(n)])
         self.returned: set[int] = set()
         self.failures: dict[int, Failure] = {}
-        self.codes: dict[int, int] = {}  # exit codes of ended processes
+        self.ended: set[int] = set()  # those whose pipe has closed
+        self.codes: dict[int, int] = {}  # and how their processes ended
         self.where: dict[int, list[Frame]] = {}  # the stacks of those that were asked
         self.stuck: tuple = ()
 
     @property
     def finished(self) -> set[int]:
         """The ranks that have answered, or whose process has ended."""
-        return {*self.returned, *self.failures, *self.codes}
+        return {*self.returned, *self.failures, *self.ended}
 
     def wait(self) -> Outcome:
         """Listen until every rank has returned; raise as soon as one cannot."""
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         while len(self.returned) < self.pool.world_size:
             quiet = not self.listen(PATIENCE)
-            if self.failures or self.codes:
+            if self.failures or self.ended:
                 self.fail()
             if quiet and (stuck := self.pool.board.deadlock()):
                 if stuck == self.stuck:  # nobody has moved since the last look
                     raise RanksHung(self.report(), "the ranks wait for each other for ever:")
                 self.stuck = stuck
-            if deadline and time.monotonic() > deadline:
+            if deadline and time.monotonic() > deadline and not self.pool.board.all_returned():
                 raise RanksHung(self.report(), f"not finished within timeout={self.timeout:g} s:")
         return self.outcome
 
@@ -150,7 +151,7 @@ class Task:
         pipes = {
             pipe: rank
             for rank, pipe in enumerate(self.pool.workers.pipes)
-            if rank not in self.codes and not pipe.closed
+            if rank not in self.ended and not pipe.closed
         }
         heard = wait(list(pipes), seconds)
         for pipe, rank in pipes.items():
@@ -159,7 +160,7 @@ class Task:
                     while pipe.poll():
                         self.handle(rank, *unpack(pipe.recv_bytes()))
                 except (EOFError, OSError):
-                    self.codes[rank] = self.exit_code(rank)
+                    self.ended.add(rank)
         return bool(heard)
 
     def exit_code(self, rank: int) -> int:
@@ -180,7 +181,12 @@ class Task:
                 self.live(*content)
         elif kind == "returned":
             answer, events, truncated = content
-            self.outcome.values[rank] = unpack(answer)
+            try:
+                self.outcome.values[rank] = unpack(answer)
+            except Exception as error:
+                what = f"what the function returned cannot be made again in this process: {error}"
+                self.failures[rank] = Failure(rank, time.perf_counter(), "TypeError", what)
+                return
             self.outcome.events += events
             self.outcome.truncated |= truncated
             self.returned.add(rank)
@@ -195,9 +201,8 @@ class Task:
         while (left := until - time.monotonic()) > 0 and len(self.finished) < self.pool.world_size:
             self.listen(left)
         failures = list(self.failures.values())
-        for rank, code in self.codes.items():
-            if rank not in self.failures and rank not in self.returned:
-                failures.append(self.died(rank, code))
+        for rank in self.ended - self.failures.keys() - self.returned:
+            failures.append(self.died(rank, self.exit_code(rank)))
         if not failures:  # a process ended after it had returned: nobody misses it
             return
         if any(f.mismatch for f in failures):
@@ -205,7 +210,10 @@ class Task:
                 replace(w, what=w.what.replace("waits in", "calls"), blocked=False)
                 for w in self.report()
             ]
-            raise RanksHung(calls, "the ranks do not agree on what they call:")
+            why = "the ranks do not agree on what they call:"
+            if len({w.what for w in calls}) == 1:  # the other call was begun earlier, and left open
+                why = f"{next(f.message for f in failures if f.mismatch)}; they are now in:"
+            raise RanksHung(calls, why)
         # echoes of somebody else's failure come last, and need not be told
         first, *rest = sorted(failures, key=lambda f: (f.in_message, f.time))
         raise RankFailed(first, [f for f in rest if not f.in_message])
@@ -214,9 +222,11 @@ class Task:
         """The description of a rank whose process ended without a word."""
         what = f"its process ended with exit code {code}"
         if code < 0:
-            what = f"its process was killed by {signal.Signals(-code).name}"
+            names = {s.value: s.name for s in signal.Signals}
+            what = f"its process was killed by {names.get(-code, f'signal {-code}')}"
         log = self.pool.folder / f"rank{rank}.log"
         text = log.read_text(errors="replace")[-2000:].strip() if log.exists() else ""
+        text = text or self.pool.workers.last_words()
         # time 0: before any exception that it caused elsewhere
         return Failure(rank, 0.0, "RankDied", what, log=text)
 

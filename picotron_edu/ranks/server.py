@@ -83,6 +83,8 @@ def reap(jobs: dict[Connection, Job]) -> None:
                 return
             for job in jobs.values():
                 if pid in job.pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)  # what it has started goes with it
                     with contextlib.suppress(OSError):
                         job.pipe.send((job.pids.pop(pid), os.waitstatus_to_exitcode(status)))
 

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -30,12 +31,11 @@ def python(module: str, *args: str, **options: Any) -> subprocess.Popen:
     find = f"import runpy, sys; sys.path.insert(0, {PACKAGE_ROOT!r})"
     run = f"runpy.run_module({module!r}, run_name='__main__')"
     return subprocess.Popen(
-        [sys.executable, "-c", f"{find}; {run}", *args],
+        [sys.executable, "-P", "-c", f"{find}; {run}", *args],  # -P: not the files lying around
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        **{"stderr": subprocess.DEVNULL, **options},
         start_new_session=True,
-        **options,
     )
 
 
@@ -47,7 +47,9 @@ class ForkServer:
         self.lock = threading.Lock()
         with theirs:
             fd = theirs.fileno()
-            self.process = python("picotron_edu.ranks.server", str(fd), pass_fds=[fd])
+            self.log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the server)
+            module = "picotron_edu.ranks.server"
+            self.process = python(module, str(fd), pass_fds=[fd], stderr=self.log)
 
     @property
     def alive(self) -> bool:
@@ -81,6 +83,10 @@ class Workers:
         """Exit codes of the ranks that have ended since the last call; −9 is a SIGKILL."""
         raise NotImplementedError
 
+    def last_words(self) -> str:
+        """Why no rank lives, where that is known: the end of what the fork server wrote."""
+        return ""
+
     def end(self) -> None:
         """Kill every rank and remove the job's folder."""
         raise NotImplementedError
@@ -88,7 +94,7 @@ class Workers:
 
 class ForkedWorkers(Workers):
     def __init__(self, world_size: int, spec: dict[str, Any]) -> None:
-        server = fork_server()
+        self.server = server = fork_server()
         self.job, job_end = Pipe()
         pairs = [Pipe() for _ in range(world_size)]
         self.pipes = [ours for ours, _ in pairs]
@@ -107,6 +113,12 @@ class ForkedWorkers(Workers):
                 rank, code = self.job.recv()
                 codes[rank] = code
         return codes
+
+    def last_words(self) -> str:
+        if self.server.alive:
+            return ""
+        self.server.log.seek(0)
+        return "The fork server ended. " + self.server.log.read().decode(errors="replace")[-2000:]
 
     def end(self) -> None:
         self.job.close()  # the server kills what is left
