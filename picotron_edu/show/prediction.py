@@ -1,7 +1,7 @@
 """Prediction before measurement: what the reader said, what it is, how far apart they are.
 
 my_guess = 64                                   the reader commits to a number
-show.prediction(my_guess, run.trace.wire_bytes(rank=0), "bytes")
+prediction(my_guess, run.trace.wire_bytes(rank=0), "bytes")
 
 you said 64 bytes, it is 96 bytes: 1.5 times too low
 """
