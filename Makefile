@@ -80,6 +80,6 @@ torch_index = $$(if [ "$$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 \
   $(CPU_INDEX)/torch/ 2>/dev/null; then echo "$(CPU_INDEX)"; fi)
 
 install = index="$(if $(TORCH_INDEX),$(TORCH_INDEX),$(torch_index))"; \
-  echo "installing $(1) (versions: $(CONSTRAINTS); torch from: $${index:-the plain index})"; \
+  echo "installing $(1) (versions: $(CONSTRAINTS); torch from: $${index:-the plain index}) (takes 2-4 minutes)"; \
   $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) \
   $${index:+--extra-index-url "$$index"} --editable '$(1)'

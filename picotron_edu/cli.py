@@ -11,6 +11,7 @@ picotron-edu build-exercises              write exercises/ from solutions/ (for 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import webbrowser
@@ -101,25 +102,41 @@ def lab(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from picotron_edu.ranks.machine import cores, threads_per_rank
+
     script = chapter_file(find_root() / "notebooks", arguments.chapter, ".py")
+    threads = threads_per_rank(cores(), arguments.nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or torchrun says that it takes 1
+    ending = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    ending.setLevel(logging.ERROR)  # its warnings only say that it ends the other ranks
+    flags = [
+        "--standalone",
+        f"--nproc-per-node={arguments.nproc}",
+        "--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT",  # not Ctrl-C: the ranks would all print it
+    ]
     try:
-        torchrun.main(["--standalone", f"--nproc-per-node={arguments.nproc}", str(script), *rest])
+        torchrun.main([*flags, str(script), *rest])
     except ChildFailedError as error:  # each rank has printed its own traceback
         rank, failure = error.get_first_failure()
         print(
             f"picotron-edu: rank {rank} failed first, exit code {failure.exitcode}", file=sys.stderr
         )
         return 1
+    except SignalException as stopped:  # somebody ended us; torchrun has ended the ranks
+        return 128 + stopped.sigval
     return 0
 
 
 def check(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from picotron_edu.course.notebook import CELL_SECONDS
     from picotron_edu.course.progress import check_notebook, summary
 
     path = chapter_file(find_root() / "exercises", arguments.chapter)
     print(f"Chapter {path.stem.replace('_', ' ')}: running exercises/{path.name} …", flush=True)
+    print(f"(a cell may take {CELL_SECONDS} s)", flush=True)
     results = check_notebook(path)
     print(summary(results))
     return int(any(result.state != "done" for result in results))
@@ -145,8 +162,8 @@ def doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
 def build_exercises(arguments: argparse.Namespace, rest: list[str]) -> int:
     from picotron_edu.course.build import build_all
 
-    problems = build_all(find_root(), check=arguments.check, force=arguments.force)
-    print("\n\n".join(problems) or "exercises/ agrees with solutions/")
+    problems, left_alone = build_all(find_root(), check=arguments.check, force=arguments.force)
+    print("\n\n".join(left_alone + problems) or "exercises/ agrees with solutions/")
     return int(bool(problems))
 
 

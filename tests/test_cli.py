@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from jupyterlab.labapp import LabApp
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from picotron_edu import cli, doctor
+from picotron_edu.course import progress
 from picotron_edu.course.notebook import to_text
+from picotron_edu.ranks.machine import cores, threads_per_rank
 
 
 @pytest.fixture
@@ -24,6 +29,7 @@ def root(tmp_path, monkeypatch):
         "pathlib.Path(__file__ + rank[0]).write_text(' '.join(rank))\n"
     )
     monkeypatch.setattr(cli, "find_root", lambda: tmp_path)
+    monkeypatch.setattr(progress, "exercises_of", lambda chapter: {"1.1": None, "1.2": None})
     return tmp_path
 
 
@@ -60,11 +66,21 @@ def test_an_unknown_chapter_says_which_exist(root, capsys, command):
     assert "(there: 01)" in error
 
 
-def picotron_edu(root, *command: str) -> subprocess.CompletedProcess[str]:
+def start(root, *command: str) -> subprocess.Popen[str]:
     """The command in a process of its own: torchrun changes the environment of the one it is in."""
     code = "import sys; from pathlib import Path; from picotron_edu import cli\n"
     code += f"cli.find_root = lambda: Path({str(root)!r}); sys.exit(cli.main({command!r}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
+def picotron_edu(root, *command: str) -> subprocess.CompletedProcess[str]:
+    process = start(root, *command)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_run_starts_torchrun_with_the_ranks_and_the_scripts_own_flags(root):
@@ -73,6 +89,27 @@ def test_run_starts_torchrun_with_the_ranks_and_the_scripts_own_flags(root):
     for rank in range(2):
         said = (root / f"notebooks/01_one.py{rank}").read_text()
         assert said == f"{rank} 2 --steps -3 --no-amp name"
+
+
+def test_run_shares_the_cores_without_a_word_of_torchrun(root):
+    (root / "notebooks/01_one.py").write_text("import os; print(os.environ.get('OMP_NUM_THREADS'))")
+    done = picotron_edu(root, "run", "1", "--nproc", "2")
+    threads = str(threads_per_rank(cores(), 2))
+    assert "".join(done.stdout.split()) == threads * 2
+    assert "OMP_NUM_THREADS" not in done.stderr
+
+
+def test_control_c_ends_a_run_without_a_word(root):
+    started = root / "started"
+    (root / "notebooks/01_one.py").write_text(
+        f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(100)"
+    )
+    process = start(root, "run", "1")
+    while not started.exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
 
 
 def test_run_fails_when_a_rank_fails(root):

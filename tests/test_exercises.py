@@ -89,26 +89,30 @@ def test_an_exercise_keeps_cell_ids_and_loses_outputs():
     assert "learner must not see" not in to_text(built)
 
 
+def problems(root, **flags) -> list[str]:
+    return build_all(root, **flags)[0]
+
+
 @pytest.fixture
 def root(tmp_path):
     (tmp_path / "solutions").mkdir()
     (tmp_path / "solutions/09_nine.ipynb").write_text(to_text(solution_notebook()))
-    assert build_all(tmp_path) == []
+    assert problems(tmp_path) == []
     return tmp_path
 
 
 def test_building_twice_changes_nothing(root):
     before = (root / "exercises/09_nine.ipynb").read_bytes()
-    assert build_all(root) == [] and build_all(root, check=True) == []
+    assert problems(root) == [] and problems(root, check=True) == []
     assert (root / "exercises/09_nine.ipynb").read_bytes() == before
 
 
 def test_check_refuses_an_exercise_that_is_out_of_date(root):
     changed = solution_notebook(SOLUTION.replace("Twice x", "Two times x"))
     (root / "solutions/09_nine.ipynb").write_text(to_text(changed))
-    *_, problem = build_all(root, check=True)
+    *_, problem = problems(root, check=True)
     assert "out of date" in problem and "Two times x" in problem
-    assert build_all(root) == [] and build_all(root, check=True) == []
+    assert problems(root) == [] and problems(root, check=True) == []
 
 
 def test_check_refuses_a_hand_edit_and_building_does_not_destroy_it(root):
@@ -118,23 +122,33 @@ def test_check_refuses_a_hand_edit_and_building_does_not_destroy_it(root):
     notebook.cells[4].source = "my work"
     path.write_text(to_text(notebook))
     assert not is_untouched(read(path))
-    (problem,) = build_all(root, check=True)
+    (problem,) = problems(root, check=True)
     assert "edited by hand" in problem and "my work" in problem
-    assert build_all(root) and "my work" in path.read_text()
-    assert build_all(root, force=True) == [] and "my work" not in path.read_text()
+    wrong, (left_alone,) = build_all(root)
+    assert not wrong and "my work" in path.read_text() and "\n" not in left_alone
+    assert left_alone.startswith("exercises/09_nine.ipynb holds your own answers and is left as")
+    assert problems(root, force=True) == [] and "my work" not in path.read_text()
 
 
 def test_a_solution_is_stored_without_outputs(root):
     path = root / "solutions/09_nine.ipynb"
     assert "learner must not see" not in path.read_text()
     path.write_text(to_text(solution_notebook()))
-    (problem,) = build_all(root, check=True)
+    (problem,) = problems(root, check=True)
     assert problem == "solutions/09_nine.ipynb has outputs or noise: run `make exercises`"
 
 
 def test_check_refuses_an_exercise_without_a_solution(root):
     (root / "exercises/10_ten.ipynb").write_text("{}")
-    assert build_all(root, check=True) == ["exercises/10_ten.ipynb has no solutions/10_ten.ipynb"]
+    assert problems(root, check=True) == ["exercises/10_ten.ipynb has no solutions/10_ten.ipynb"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "<<<<<<< HEAD\n{}"])
+def test_a_file_that_is_no_notebook_is_named_with_the_way_back(root, text):
+    (root / "exercises/09_nine.ipynb").write_text(text or " ")
+    with pytest.raises(ValueError, match=r"git checkout exercises/09_nine\.ipynb"):
+        build_all(root)
+    assert problems(root, force=True) == []
 
 
 # ---- progress ----
@@ -166,3 +180,27 @@ def test_progress_survives_a_kernel_that_dies(tmp_path):
     results = judge(execute(notebook, tmp_path, allow_errors=True))
     assert [r.state for r in results] == ["wrong", "wrong"]
     assert "the kernel died" in results[1].message
+
+
+def test_progress_misses_an_exercise_whose_heading_was_edited(tmp_path):
+    notebook = solution_notebook()
+    notebook.cells[6].source = "## My exercise 9.2"
+    notebook.cells[7].source = 'check("9.2", None)'
+    results = judge(execute(notebook, tmp_path, allow_errors=True), ["9.1", "9.2"])
+    assert [(r.number, r.state) for r in results] == [("9.1", "done"), ("9.2", "wrong")]
+    assert results[1].message == "not found; its heading must begin with: ## Exercise 9.2 ·"
+    assert "1 of 2 done" in summary(results)
+
+
+def test_progress_tells_an_endless_loop_and_where_the_syntax_is_wrong(tmp_path):
+    notebook = new_notebook(
+        cells=[
+            new_markdown_cell("## Exercise 9.1 · For ever"),
+            new_code_cell("while True: pass"),
+            new_markdown_cell("## Exercise 9.2 · Typing error"),
+            new_code_cell("x = = 1"),
+        ]
+    )
+    loop, typing_error = judge(execute(notebook, tmp_path, allow_errors=True, seconds=1))
+    assert loop.message == "ran longer than 120 s: an endless loop?"
+    assert typing_error.message == "SyntaxError: invalid syntax (notebook cell, line 1)"

@@ -115,13 +115,15 @@ def is_untouched(exercise: NotebookNode) -> bool:
     return stored == fingerprint(exercise)
 
 
-def build_all(root: Path, *, check: bool = False, force: bool = False) -> list[str]:
-    """Write exercises/ from solutions/, or with `check` only compare; returns what is wrong.
+def build_all(
+    root: Path, *, check: bool = False, force: bool = False
+) -> tuple[list[str], list[str]]:
+    """Write exercises/ from solutions/, or with `check` only compare.
 
-    Solutions lose their outputs, too: source is source. An exercise that somebody has written into
-    is left alone, unless `force` is given.
+    Returns what is wrong, and what was left alone: an exercise that somebody has written into is
+    only overwritten with `force`. Solutions lose their outputs, too: source is source.
     """
-    problems, wanted = [], {}
+    problems, left_alone, wanted = [], [], {}
     for path in sorted((root / "solutions").glob("*.ipynb")):
         solution = without_outputs(read(path))
         wanted[path.name] = build(solution)
@@ -135,10 +137,16 @@ def build_all(root: Path, *, check: bool = False, force: bool = False) -> list[s
         new, old = to_text(notebook), target.read_text("utf-8") if target.exists() else ""
         if new == old:
             continue
-        touched = bool(old) and not is_untouched(read(target))
-        if not check and (force or not touched):
+        touched = bool(old) and not force and not is_untouched(read(target))
+        if not check and not touched:
             target.parent.mkdir(exist_ok=True)
             target.write_text(new, encoding="utf-8")
+            continue
+        if not check:
+            left_alone.append(
+                f"exercises/{name} holds your own answers and is left as it is "
+                "(`--force` would delete them)"
+            )
             continue
         if touched:
             problem = f"exercises/{name} was edited by hand: edit solutions/{name} (or --force)"
@@ -156,4 +164,4 @@ def build_all(root: Path, *, check: bool = False, force: bool = False) -> list[s
     for path in sorted((root / "exercises").glob("*.ipynb")):
         if path.name not in wanted:
             problems.append(f"exercises/{path.name} has no solutions/{path.name}")
-    return problems
+    return problems, left_alone

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import re
 import traceback
@@ -34,6 +35,7 @@ from picotron_edu.ranks import RankFailed, RanksHung, Run, launch
 from picotron_edu.ranks.board import Wait
 
 PACKAGE = Path(__file__).parent.parent
+CHECKS = Path(__file__).parent / "checks"
 NOT_DONE = "is not done yet"
 
 
@@ -50,26 +52,59 @@ class Exercise:
 
     number: str
     judge: Callable[..., str]
+    answers: int | None = None
+
+    def takes(self) -> int | None:
+        """How many answers: as many as the judge has parameters; None for any number."""
+        parameters = inspect.signature(self.judge).parameters.values()
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+            return self.answers
+        return len(parameters)
 
 
-def exercise(number: str) -> Callable[[Callable[..., str]], Exercise]:
-    """Mark the function below as the check of exercise `number`."""
-    return partial(Exercise, number)
+def exercise(number: str, answers: int | None = None) -> Callable[[Callable[..., str]], Exercise]:
+    """Mark the function below as the check of exercise `number`.
+
+    answers: how many it takes, for a function of `*args`, which does not tell.
+    """
+    return partial(Exercise, number, answers=answers)
 
 
 def exercises_of(chapter: str) -> dict[str, Exercise]:
     """The checks of chapter "05" by number, in the order of their file."""
+    there = [path.stem.removeprefix("ch") for path in sorted(CHECKS.glob("ch[0-9][0-9].py"))]
+    if chapter.zfill(2) not in there:
+        raise ValueError(
+            f"there are no exercises of chapter {chapter}; the chapters with exercises: "
+            + ", ".join(there)
+        )
     module = importlib.import_module(f"picotron_edu.course.checks.ch{int(chapter):02d}")
     return {found.number: found for found in vars(module).values() if isinstance(found, Exercise)}
 
 
 def check(number: str, *answers: object) -> None:
     """Judge `answers` to exercise `number`: print one line of praise, or raise ExerciseError."""
+    if not isinstance(number, str) or not re.fullmatch(r"\d+\.\d+", number):
+        raise ValueError(
+            f'check({number!r}, …): the number of an exercise is a string like "0.2", in quotes'
+        )
     known = exercises_of(number.split(".")[0])
     if number not in known:
         raise ValueError(f"there is no exercise {number}; this chapter has {', '.join(known)}")
+    takes = known[number].takes()
+    if takes not in (None, len(answers)):
+        raise ExerciseError(
+            f"Exercise {number}: its check takes {takes} answer{'s' * (takes != 1)}, "
+            f"got {len(answers)}"
+        )
     if any(answer is ... for answer in answers):
         raise ExerciseError(f"Exercise {number} {NOT_DONE}: put your answer in place of the dots")
+    for place, answer in enumerate(answers, 1):
+        if answer is None:
+            raise ExerciseError(
+                f"Exercise {number}: answer {place} of {len(answers)} is None. "
+                "Hint: put a number there, or the name of your function if it asks for one"
+            )
     try:
         praise = known[number].judge(*answers)
     except ExerciseError as error:

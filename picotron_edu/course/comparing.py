@@ -54,6 +54,10 @@ def assert_close(
     except (TypeError, ValueError, RuntimeError):
         question = "does your function return its result?" if got is None else hint
         fail(f"{name}expected {brief(wanted)}, got {brief(got)}{where}", question)
+    if found.is_complex() and not wanted.is_complex():
+        fail(
+            f"{name}expected {brief(wanted)}, got {brief(found)}{where}: wrong type, complex", hint
+        )
     if found.shape != wanted.shape:
         shapes = f"shape {tuple(wanted.shape)}, got {tuple(found.shape)}"
         fail(f"{name}expected {shapes}{where}", recognise(found, mistakes, wanted) or hint)

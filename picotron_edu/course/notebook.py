@@ -10,22 +10,34 @@ picture of a cell tagged `readme` is also written to images/ beside the notebook
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
+import signal
 import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
-from nbformat import NotebookNode
+from nbformat import NotebookNode, ValidationError
 
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 KEPT_IN_CELLS = ("tags", "jupyter")
+CELL_SECONDS = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def read(path: Path) -> NotebookNode:
-    return nbformat.read(path, as_version=4)
+    """The notebook at `path`; a file that is none is named, and how to get it back."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, KeyError, TypeError, ValidationError) as error:
+        name = f"{path.parent.name}/{path.name}"
+        raise ValueError(
+            f"{name} is not a notebook (no longer JSON?); "
+            f"to get the last good one back: git checkout {name}"
+        ) from error
 
 
 def to_text(notebook: NotebookNode) -> str:
@@ -44,29 +56,45 @@ def to_text(notebook: NotebookNode) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def execute(notebook: NotebookNode, folder: Path, *, allow_errors: bool = False) -> NotebookNode:
+def execute(
+    notebook: NotebookNode,
+    folder: Path,
+    *,
+    allow_errors: bool = False,
+    seconds: int = CELL_SECONDS,
+) -> NotebookNode:
     """Run all cells in a fresh kernel, in `folder`; outputs land in `notebook`.
 
-    A cell may take two minutes. With `allow_errors` the rest runs on after an error, and a kernel
-    that dies leaves the cells after it without a count.
+    A cell that takes longer than `seconds` ends with a KeyboardInterrupt. With `allow_errors` the
+    rest runs on after an error, and a kernel that dies leaves the cells after it without a count.
     """
     client = NotebookClient(
         notebook,
         kernel_name=KERNEL["name"],
         resources={"metadata": {"path": str(folder)}},
         extra_arguments=["--log-level=ERROR"],  # kernels talk about their own transport
-        timeout=120,
+        timeout=seconds,
         interrupt_on_timeout=True,
         allow_errors=allow_errors,
         record_timing=False,
         store_widget_state=False,
+        on_cell_start=let_interrupt,
     )
     try:
         client.execute()
     except DeadKernelError:
         if not allow_errors:
             raise
+    except KeyboardInterrupt:
+        client.shutdown_kernel = "immediate"  # it would complain about its unfinished cell
+        raise
     return notebook
+
+
+def let_interrupt(**_: object) -> None:
+    """Ctrl-C ends us; nbclient would only end the kernel, then wait for its answers."""
+    with contextlib.suppress(NotImplementedError):  # Windows
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
 
 def readme_pictures(notebook: NotebookNode) -> dict[str, bytes]:

@@ -2,20 +2,21 @@
 
 An exercise is everything from its heading to the next one. It is *done* if none of its cells raises
 and its check was among them; *not yet* if its stub, or the dots, are still there; otherwise the
-first error says what is wrong.
+first error says what is wrong. An exercise whose heading is gone is wrong, too, and says so.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nbformat import NotebookNode
 
 from picotron_edu.course.build import HEADING
-from picotron_edu.course.checking import NOT_DONE, one_line
-from picotron_edu.course.notebook import execute, read
+from picotron_edu.course.checking import NOT_DONE, exercises_of, one_line
+from picotron_edu.course.notebook import CELL_SECONDS, execute, read
 
 SIGNS = {"done": "✓", "not yet": "·", "wrong": "✗"}
 
@@ -32,11 +33,15 @@ class Result:
 
 def check_notebook(path: Path) -> list[Result]:
     """Run the exercise notebook at `path` (which stays as it is) and judge each exercise."""
-    return judge(execute(read(path), path.parent, allow_errors=True))
+    expected = exercises_of(path.name[:2])
+    return judge(execute(read(path), path.parent, allow_errors=True), expected)
 
 
-def judge(executed: NotebookNode) -> list[Result]:
-    """The results in an executed notebook; an error before the first exercise counts for all."""
+def judge(executed: NotebookNode, expected: Iterable[str] = ()) -> list[Result]:
+    """The results in an executed notebook; an error before the first exercise counts for all.
+
+    expected: the numbers of the exercises that should be there.
+    """
     sections: list[tuple[str, str, list[NotebookNode]]] = [("", "", [])]
     for cell in executed.cells:
         heading = HEADING.search(cell.source) if cell.cell_type == "markdown" else None
@@ -46,14 +51,20 @@ def judge(executed: NotebookNode) -> list[Result]:
             sections[-1][2].append(cell)
     set_up = first_error(sections[0][2])
     results = []
-    for number, title, cells in sections[1:]:
+    for number, title, section in sections[1:]:
+        other = rf'^check\("(?!{number}")'  # of the exercise below, whose heading is gone
+        cells = [cell for cell in section if not re.search(other, cell.source, re.M)]
         checks = [cell for cell in cells if re.search(rf'^check\("{number}"', cell.source, re.M)]
         error = set_up or first_error(cells)
         if not error and not checks:
             error = f'its check is gone; add a cell: check("{number}", …)'
         state = "done" if not error else "not yet" if NOT_DONE in error else "wrong"
         results.append(Result(number, title, state, error))
-    return results
+    for number in expected:
+        if number not in [result.number for result in results]:
+            error = f"not found; its heading must begin with: ## Exercise {number} · "
+            results.append(Result(number, "(without its heading)", "wrong", error.strip()))
+    return sorted(results, key=lambda result: [int(part) for part in result.number.split(".")])
 
 
 def first_error(cells: list[NotebookNode]) -> str:
@@ -63,9 +74,18 @@ def first_error(cells: list[NotebookNode]) -> str:
             return "did not run: the kernel died before"
         for output in cell.outputs:
             if output.output_type == "error":
-                own = output.ename == "ExerciseError"
-                return one_line(output.evalue if own else f"{output.ename}: {output.evalue}")
+                return error_text(output.ename, output.evalue)
     return ""
+
+
+def error_text(name: str, message: str) -> str:
+    """An error of a cell in one line, in a learner's words."""
+    if name == "ExerciseError":
+        return one_line(message)
+    if name == "KeyboardInterrupt":  # it is we who interrupt
+        return f"ran longer than {CELL_SECONDS} s: an endless loop?"
+    message = re.sub(r"\(\d+\.py, line (\d+)\)", r"(notebook cell, line \1)", message)
+    return one_line(f"{name}: {message}")
 
 
 def summary(results: list[Result]) -> str:
