@@ -10,19 +10,28 @@ batches. Nothing is gained, and at the end all of them hold bit-identical weight
 """
 
 import hashlib
+import sys
+from pathlib import Path
 
 import torch
 
 from picotron_edu import ranks
 from picotron_edu.ranks import all_reduce, entrypoint, world
-from picotron_edu.train import TrainConfig, evaluate, sample_text, train
+from picotron_edu.train import Diverged, TrainConfig, evaluate, sample_text, train
 
 
-def main(config: TrainConfig) -> None:
+def main(config: TrainConfig) -> int:
     """Train a Llama on text, then let it write. Without flags: the Python manual, one minute."""
     speaker = world().index == 0
-    history = train(config, progress=speaker)
-    model, data = history.model, history.data
+    try:
+        data = config.text()
+    except (ValueError, OSError, ImportError) as error:
+        return explain(error)
+    try:
+        history = train(config, progress=speaker, data=data)
+    except Diverged as error:
+        return explain(error)
+    model = history.model
     if speaker:
         print(history.summary())
         validation = config.text("validation")
@@ -31,6 +40,14 @@ def main(config: TrainConfig) -> None:
         print(sample_text(model, data, prompt="The ", seed=config.seed))
     if world().size > 1:
         compare_replicas(model)
+    return 0
+
+
+def explain(error: Exception) -> int:
+    """What the reader can mend is one line and no traceback; every rank has the same error."""
+    if world().index == 0:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+    return 2
 
 
 def compare_replicas(model: torch.nn.Module) -> None:
@@ -50,4 +67,4 @@ def compare_replicas(model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    entrypoint(main, TrainConfig)
+    sys.exit(entrypoint(main, TrainConfig))

@@ -7,14 +7,15 @@ A value that cannot work is refused here, before anything is built or any rank i
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 
 from picotron_edu.data import TextData
 from picotron_edu.flags import flag
 from picotron_edu.model import LlamaConfig
-from picotron_edu.text import check_source
+from picotron_edu.presets import check_choice, check_count, check_number
+from picotron_edu.text import check_source, tokenizer_file
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = ("data_megabytes", "sequence_length", "micro_batch_size", "accumulation", "steps")
         for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
+        for name in ("warmup", "seed"):
+            check_count(name, getattr(self, name), least=0)
         for name in ("lr", "max_grad_norm"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            check_number(name, getattr(self, name))
+        check_number("weight_decay", self.weight_decay, zero=True)
+        for name in ("precision", "device"):
+            check_choice(name, getattr(self, name), get_args(get_type_hints(TrainConfig)[name]))
         longest = self.shape(vocab_size=256).max_position_embeddings
         if self.sequence_length > longest:
             raise ValueError(
@@ -62,6 +63,8 @@ class TrainConfig:
         if self.device in ("cuda", "mps") and not getattr(torch, self.device).is_available():
             raise ValueError(f"device '{self.device}' is not there on this machine; use 'auto'")
         check_source(self.data)
+        if self.tokenizer is not None:
+            tokenizer_file(self.tokenizer)
 
     def shape(self, vocab_size: int) -> LlamaConfig:
         """The preset with the changes asked for."""

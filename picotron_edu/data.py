@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from picotron_edu.layout import piece_of
+from picotron_edu.presets import check_choice, check_count
 from picotron_edu.text import Tokenizer, documents, tokenizer_from
 
 VALIDATION_SHARE = 0.1  # the end of the text is kept for validation
@@ -56,6 +57,7 @@ class Batch:
 
     def split(self, micro_batch_size: int) -> list["Batch"]:
         """Micro-batches; the last one is smaller where the rows do not divide."""
+        check_count("micro_batch_size", micro_batch_size)
         starts = range(0, len(self), micro_batch_size)
         return [self.rows(slice(start, start + micro_batch_size)) for start in starts]
 
@@ -66,7 +68,7 @@ class Batch:
 class TextData:
     def __init__(
         self,
-        source: str = "manual",
+        source: str | Path = "manual",
         sequence_length: int = 256,
         global_batch_size: int = 8,
         seed: int = 0,
@@ -76,6 +78,11 @@ class TextData:
         cache: Path | None = None,
     ) -> None:
         """`tokenizer`: path of a tokenizer.json, None for bytes. `megabytes`: read no more text."""
+        check_count("sequence_length", sequence_length)
+        check_count("global_batch_size", global_batch_size)
+        check_count("megabytes", megabytes)
+        check_choice("split", split, ("train", "validation"))
+        source = str(source)
         self.sequence_length, self.global_batch_size = sequence_length, global_batch_size
         self.seed = seed
         self.tokenizer: Tokenizer = tokenizer_from(tokenizer)
@@ -167,15 +174,19 @@ def token_file(
 ) -> np.ndarray:
     """The tokens of a source as a memory-mapped array; made at the first call, found again later.
 
-    The name holds a hash of the text and of the tokenizer, so a changed text is another file. The
-    file is written under a name of its own and then renamed, which is atomic: many ranks may do
-    this at once, and each sees nothing or the whole.
+    The name holds a hash of the text and of the tokenizer, so a changed text is another file, and
+    the number of tokens, so a file that was cut short is written anew. The file is written under a
+    name of its own and then renamed, which is atomic: many ranks may do this at once, and each sees
+    nothing or the whole.
     """
-    wide = next(kind for kind in (np.uint8, np.uint16, np.uint32) if fits(tokenizer, kind))
+    wide: type[np.unsignedinteger] = next(
+        kind for kind in (np.uint8, np.uint16, np.uint32) if fits(tokenizer, kind)
+    )
     content = source if source.startswith("hf:") else hash_of(limited(source, megabytes))
     folder = cache if cache is not None else cache_folder()
-    path = folder / f"{number_from(content, tokenizer.key, megabytes):016x}.{np.dtype(wide).name}"
-    if not path.exists():
+    key = f"{number_from(content, tokenizer.key, megabytes):016x}"
+    path = whole_file(folder, key, np.dtype(wide))
+    if path is None:
         folder.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=folder, suffix=".draft")
         try:
@@ -183,15 +194,26 @@ def token_file(
                 for text in limited(source, megabytes):
                     end = [] if tokenizer.separator is None else [tokenizer.separator]
                     np.fromiter([*tokenizer.encode(text), *end], dtype=wide).tofile(file)
-                if file.tell() == 0:
+                count = file.tell() // np.dtype(wide).itemsize
+                if count == 0:
                     raise ValueError(f"data {source!r} holds no text")
+            path = folder / f"{key}-{count}.{np.dtype(wide).name}"
             os.replace(draft, path)
         except PermissionError:  # Windows: another rank was quicker and has the file open
-            if not path.exists():
+            path = whole_file(folder, key, np.dtype(wide))
+            if path is None:
                 raise
         finally:
             Path(draft).unlink(missing_ok=True)
     return np.memmap(path, dtype=wide, mode="r")
+
+
+def whole_file(folder: Path, key: str, dtype: np.dtype) -> Path | None:
+    """The token file of this key, if it is as long as its name says."""
+    for path in folder.glob(f"{key}-*.{dtype.name}"):
+        if path.stat().st_size == int(path.stem.removeprefix(f"{key}-")) * dtype.itemsize:
+            return path
+    return None
 
 
 def fits(tokenizer: Tokenizer, kind: type[np.unsignedinteger]) -> bool:

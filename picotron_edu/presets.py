@@ -10,9 +10,32 @@ scripts/scaling_benchmarks.py; vocabulary 131,072, no grouped queries).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from types import MappingProxyType
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is not a whole number from `least` on: 0, 2.5, "5", True."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_number(name: str, value: object, zero: bool = False) -> None:
+    """Refuse what is not a finite number above 0 (`zero`: or 0 itself)."""
+    usable = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not usable or float(value) < 0 or (value == 0 and not zero):  # type: ignore[arg-type]
+        allowed = "0 or more, and finite" if zero else "above 0 and finite"
+        raise ValueError(f"{name} must be a number {allowed}, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -57,8 +80,12 @@ class LlamaConfig:
             "num_attention_heads",
         )
         for name in (*sizes, "num_key_value_heads", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
+        if self.head_dim is not None:
+            check_count("head_dim", self.head_dim)
+        check_number("rope_theta", self.rope_theta)
+        for name in ("rms_norm_eps", "initializer_range"):
+            check_number(name, getattr(self, name), zero=True)
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "

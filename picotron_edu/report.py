@@ -58,12 +58,13 @@ class History:
         first, last = self.records[0], self.records[-1]
         tokens = sum(record.tokens for record in self.records)
         seconds = sum(record.seconds for record in self.records)
+        digits = 1 if seconds < 10 else 0
         speed = median(r.tokens_per_second for r in self.records)
         mfu = median(r.mfu for r in self.records)
         memory = "not known here" if last.peak_memory is None else in_units(last.peak_memory)
         return "\n".join(
             [
-                f"{len(self)} steps, {tokens:,} tokens, {seconds:.0f} s on {device.type}",
+                f"{len(self)} steps, {tokens:,} tokens, {seconds:.{digits}f} s on {device.type}",
                 f"loss         {first.loss:.3f} -> {last.loss:.3f}",
                 f"speed        {speed:,.0f} tokens/s (median step)",
                 f"MFU          {mfu:.1%} of {self.peak.flops / 1e9:,.0f} GFLOP/s",

@@ -32,11 +32,12 @@ def documents(source: str) -> Iterator[str]:
         yield from hugging_face(source.removeprefix("hf:"))
     else:
         for path in files(source):
-            yield from READERS[path.suffix](path)
+            yield from READERS[path.suffix.lower()](path)
 
 
-def check_source(source: str) -> None:
+def check_source(source: str | Path) -> None:
     """Raise what `documents(source)` would raise at once, without reading anything."""
+    source = str(source)
     if source != "manual" and not source.startswith("hf:"):
         files(source)
 
@@ -62,24 +63,27 @@ def hugging_face(name: str) -> Iterator[str]:
             f"data 'hf:{name}' needs the package datasets: pip install 'picotron-edu[datasets]'"
         ) from None
     dataset, _, config = name.partition(":")
-    stream = load_dataset(dataset, config or None, split="train", streaming=True)
+    try:
+        stream = load_dataset(dataset, config or None, split="train", streaming=True)
+    except Exception as error:  # no network, no such name, …: the library raises many kinds
+        raise ValueError(f"data 'hf:{name}' cannot be loaded: {error}") from None
     for number, row in enumerate(stream):
         yield text_of(row, f"hf:{name}, row {number}")
 
 
 def files(source: str) -> list[Path]:
     path = Path(source).expanduser()
-    if not path.exists():
+    if not source or not path.exists():  # an empty path would be the current folder
         raise FileNotFoundError(
             f"data {source!r} does not exist; allowed are 'manual', a .txt, .jsonl or .parquet "
             "file, a folder of them, or 'hf:<dataset>'"
         )
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         if not found:
             raise ValueError(f"data {source!r} holds no file that ends in {', '.join(SUFFIXES)}")
         return found
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ValueError(
             f"data {source!r} ends in {path.suffix!r}; allowed are {', '.join(SUFFIXES)}"
         )
@@ -88,18 +92,20 @@ def files(source: str) -> list[Path]:
 
 def read_txt(path: Path) -> Iterator[str]:
     try:
-        yield path.read_text(encoding="utf-8")
+        yield path.read_text(encoding="utf-8-sig")  # without the mark that Windows may put first
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_jsonl(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig"))
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{where} is not UTF-8 text: {error}") from None
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{where} is not JSON: {error}") from None
                 yield text_of(row, where)
@@ -112,11 +118,15 @@ def read_parquet(path: Path) -> Iterator[str]:
         raise ValueError(
             f"{path} needs the package pyarrow: pip install 'picotron-edu[text]'"
         ) from None
-    file = parquet.ParquetFile(path)
+    try:
+        file = parquet.ParquetFile(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is not a valid parquet file: {error}") from None
     if "text" not in file.schema_arrow.names:
         raise ValueError(f"{path} has no column 'text', only {', '.join(file.schema_arrow.names)}")
-    for rows in file.iter_batches(columns=["text"]):
-        yield from rows.column("text").to_pylist()
+    for batch in file.iter_batches(columns=["text"]):
+        for row in batch.to_pylist():
+            yield text_of(row, str(path))
 
 
 READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
@@ -153,15 +163,20 @@ class Bytes:
         return bytes(tokens).decode(errors="replace")
 
 
+def tokenizer_file(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"tokenizer {str(path)!r} does not exist; give a tokenizer.json, or none for bytes"
+        )
+    return file
+
+
 class FromFile:
     """A `tokenizer.json`, the format of Hugging Face's tokenizers."""
 
     def __init__(self, path: str) -> None:
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"tokenizer {path!r} does not exist; give a tokenizer.json, or none for bytes"
-            )
+        file = tokenizer_file(path)
         try:
             from tokenizers import Tokenizer as HuggingFace
         except ImportError:

@@ -28,9 +28,22 @@ from picotron_edu.data import Batch, TextData
 from picotron_edu.layout import describe
 from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, cosine_lr, keep_main_grads
+from picotron_edu.presets import check_count, check_number
 from picotron_edu.report import History, Progress, StepRecord, peak_memory
 
-__all__ = ["TrainConfig", "accumulate", "evaluate", "sample_text", "train", "train_step"]
+__all__ = [
+    "Diverged",
+    "TrainConfig",
+    "accumulate",
+    "evaluate",
+    "sample_text",
+    "train",
+    "train_step",
+]
+
+
+class Diverged(ValueError):
+    """The loss or the gradient is nan or infinite: no further step can mend the weights."""
 
 
 def alone(x: Tensor) -> Tensor:
@@ -69,10 +82,15 @@ def train_step(
     max_grad_norm: float = float("inf"),
     total: Callable[[Tensor], Tensor] = alone,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns the loss and the gradient's norm before clipping."""
+    """One optimizer step; returns the loss and the gradient's norm before clipping.
+
+    Raises Diverged, and leaves the weights alone, if one of the two is nan or infinite.
+    """
     loss = accumulate(model, batch, micro_batch_size, total)
     with ranks.span("optimizer"):
         grad_norm = clip_by_global_norm(model.parameters(), max_grad_norm)
+        if not (loss.isfinite() & grad_norm.isfinite()):
+            raise Diverged(f"loss is {loss.item():.3g}, gradient norm {grad_norm.item():.3g}")
         optimizer.step(lr)
         optimizer.zero_grad()
     return loss, grad_norm
@@ -115,9 +133,12 @@ def build_model(config: TrainConfig, vocab_size: int) -> Llama:
     return model
 
 
-def train(config: TrainConfig, progress: bool = True) -> History:
-    """Train a new model; the history holds a record for each step, the model and the data."""
-    data = config.text()
+def train(config: TrainConfig, progress: bool = True, data: TextData | None = None) -> History:
+    """Train a new model; the history holds a record for each step, the model and the data.
+
+    `data`: None for `config.text()`. Raises Diverged at a loss or gradient that is not finite.
+    """
+    data = config.text() if data is None else data
     model = build_model(config, data.vocab_size)
     device = model.lm_head.weight.device
     optimizer = AdamW(model.named_parameters(), weight_decay=config.weight_decay)
@@ -129,9 +150,12 @@ def train(config: TrainConfig, progress: bool = True) -> History:
             start = time.perf_counter()
             lr = cosine_lr(step, config.lr, config.warmup, config.steps, floor=config.lr / 10)
             batch = data.batch(step).to(device)
-            loss, grad_norm = train_step(
-                model, batch, optimizer, config.micro_batch_size, lr, config.max_grad_norm
-            )
+            try:
+                loss, grad_norm = train_step(
+                    model, batch, optimizer, config.micro_batch_size, lr, config.max_grad_norm
+                )
+            except Diverged as error:
+                raise Diverged(f"{error} at step {step}: try a lower lr ({config.lr:g})") from None
             losses = loss.item(), grad_norm.item()  # waits until the device has finished
             seconds = time.perf_counter() - start
             tokens = batch.inputs_BS.numel()
@@ -157,6 +181,10 @@ def sample_text(
 
     It reads the whole text so far for each token: simple, and fast enough for a look.
     """
+    check_count("length", length, least=0)
+    check_number("temperature", temperature)
+    if not prompt:
+        raise ValueError("prompt must hold at least one character to go on from, got ''")
     device, draw = model.lm_head.weight.device, torch.Generator().manual_seed(seed)
     tokens = data.encode(prompt)
     for _ in range(length):

@@ -151,6 +151,35 @@ def test_a_changed_text_is_read_anew(tmp_path):
     assert bytes(token_file(str(file), Bytes(), 1, tmp_path / "cache")) == b"other\0"
 
 
+def test_a_token_file_that_was_cut_short_is_written_anew(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    settings = str(tmp_path / "a.txt"), Bytes(), 1, tmp_path / "cache"
+    token_file(*settings)
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_bytes(b"some")
+    assert bytes(token_file(*settings)) == b"some text\0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"split": "valid"}, "split must be one of 'train', 'validation', got 'valid'"),
+        ({"global_batch_size": 0}, "global_batch_size must be at least 1, got 0"),
+        ({"global_batch_size": -1}, "global_batch_size must be at least 1, got -1"),
+        ({"sequence_length": 0}, "sequence_length must be at least 1, got 0"),
+    ],
+)
+def test_impossible_numbers_are_refused(seven, settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        seven(**settings)
+    with pytest.raises(ValueError, match="micro_batch_size must be at least 1, got 0"):
+        seven().batch(0).split(0)
+
+
+def test_a_path_is_a_source_too(seven, tmp_path):
+    assert seven(source=tmp_path / "seven.txt").samples == 8
+
+
 def test_many_ranks_may_write_the_cache_at_once(tmp_path):
     """Threads in place of processes: the files, their names and the race are the same."""
     (tmp_path / "a.txt").write_text("x" * 300_000 + "the end.")

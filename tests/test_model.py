@@ -193,6 +193,12 @@ def test_masked_labels_are_neither_summed_nor_counted():
         ({"num_key_value_heads": 4}, r"num_attention_heads \(6\) .* num_key_value_heads \(4\)"),
         ({"hidden_size": 18}, "must be even for rotary positions, got 3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"head_dim": -2}, "head_dim must be at least 1, got -2"),
+        ({"hidden_size": 16.0}, r"hidden_size must be a whole number, got 16\.0"),
+        ({"vocab_size": "5"}, "vocab_size must be a whole number, got '5'"),
+        ({"rope_theta": 0}, "rope_theta must be a number above 0 and finite, got 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number 0 or more, and finite, got -1"),
     ],
 )
 def test_impossible_shapes_are_refused_with_their_numbers(changes, message):

@@ -48,3 +48,20 @@ def test_several_ranks_are_equal_replicas_and_rank_0_alone_speaks(command):
     count = 4 if "4" in command else 2
     assert f"All {count} replicas hold bit-identical weights" in text
     assert text.count("loss on text it has not seen") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "content", "flags", "reason"),
+    [
+        ([], "too short", [], "is too short"),
+        (["--nproc", "2"], "text " * 500, ["--lr", "1e30"], "try a lower lr (1e+30)"),
+    ],
+    ids=["short data", "nan on two ranks"],
+)
+def test_what_the_reader_can_mend_is_one_line(tmp_path, ranks, content, flags, reason):
+    (tmp_path / "a.txt").write_text(content)
+    command = [sys.executable, *SCRIPT, *ranks, *SMALL, "--data", str(tmp_path / "a.txt"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    told = [line for line in done.stderr.splitlines() if "01_single_gpu.py: error: " in line]
+    assert done.returncode == 2, done.stderr
+    assert len(told) == 1 and reason in told[0] and "Traceback" not in done.stderr

@@ -70,6 +70,7 @@ def test_a_tokenizer_file_is_used_and_its_cache_is_another(tmp_path):
         ("a.csv", b"a,b", r"ends in '.csv'; allowed are .txt, .jsonl, .parquet"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.jsonl", b'{"text": "x"}\n{"text', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1 is not UTF-8 text"),
         ("a.jsonl", b'{"body": "x"}', 'line 1 has no "text" field'),
         ("a.jsonl", b'{"text": 3}', 'line 1 has no "text" field'),
         ("folder/", None, "holds no file that ends in .txt, .jsonl, .parquet"),
@@ -82,6 +83,20 @@ def test_wrong_data_is_refused_with_a_reason(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         TextData(str(tmp_path / name), 4, 4, cache=tmp_path / "cache")
+
+
+def test_capital_suffixes_and_the_mark_of_windows_are_read(tmp_path):
+    (tmp_path / "A.TXT").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}')
+    assert list(documents(str(tmp_path))) == ["one", "two"]
+    assert list(documents(str(tmp_path / "A.TXT"))) == ["one"]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(ValueError, match=r"a\.parquet is not a valid parquet file"):
+        list(documents(str(tmp_path / "a.parquet")))
 
 
 def test_a_parquet_file_without_text_column_is_refused_with_its_columns(tmp_path):

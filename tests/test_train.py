@@ -12,7 +12,15 @@ from picotron_edu.layout import describe
 from picotron_edu.model import Llama
 from picotron_edu.optim import AdamW, grad_of, keep_main_grads
 from picotron_edu.report import Progress, in_units
-from picotron_edu.train import TrainConfig, build_model, evaluate, train, train_step
+from picotron_edu.train import (
+    Diverged,
+    TrainConfig,
+    build_model,
+    evaluate,
+    sample_text,
+    train,
+    train_step,
+)
 
 TINY_RUN = TrainConfig(
     num_hidden_layers=1,
@@ -117,6 +125,60 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
     assert printed.out == "" and "4/4" in printed.err and "loss" in printed.err
 
 
+def test_training_stops_where_the_loss_is_no_number():
+    with pytest.raises(Diverged, match=r"gradient norm nan at step \d: try a lower lr \(1e\+30\)"):
+        train(dataclasses.replace(TINY_RUN, lr=1e30), progress=False)
+
+
+def test_an_infinite_gradient_leaves_the_weights_alone():
+    model = Llama(CONFIG)
+    describe(model)
+    optimizer = AdamW(model.named_parameters())
+    before = model.lm_head.weight.detach().clone()
+    model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(Diverged, match=r"gradient norm (inf|nan)"):
+        train_step(model, make_batches(CONFIG, rows=4)[0], optimizer, 2, lr=0.01, max_grad_norm=1.0)
+    assert torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompt": ""}, "prompt must hold at least one character"),
+        ({"temperature": 0}, "temperature must be a number above 0 and finite, got 0"),
+        ({"temperature": -1.0}, "temperature must be a number above 0"),
+    ],
+)
+def test_a_sample_needs_a_prompt_and_a_temperature(settings, reason):
+    model, data = build_model(TINY_RUN, vocab_size=256), TINY_RUN.text()
+    with pytest.raises(ValueError, match=reason):
+        sample_text(model, data, **{"prompt": "The "} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"steps": 2.5}, r"steps must be a whole number, got 2\.5"),
+        ({"steps": "5"}, "steps must be a whole number, got '5'"),
+        ({"lr": "fast"}, "lr must be a number above 0 and finite, got 'fast'"),
+        ({"precision": "float16"}, "precision must be one of 'float32', 'bfloat16', got 'float16'"),
+        ({"device": "tpu"}, "device must be one of 'auto', .*, got 'tpu'"),
+        ({"data": ""}, "data '' does not exist"),
+        ({"tokenizer": "gone.json"}, r"tokenizer 'gone\.json' does not exist"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_a_notebook_too(settings, reason):
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
+        TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.04, ", 0.2 s on"), (30.0, ", 120 s on")])
+def test_a_short_run_shows_tenths_of_a_second(seconds, shown):
+    history = train(TINY_RUN, progress=False)
+    history.records = [dataclasses.replace(record, seconds=seconds) for record in history]
+    assert shown in history.summary()
+
+
 def test_sizes_are_written_in_units():
     assert [in_units(n) for n in (12, 12_345, 1.5e6, 2.34e9)] == [
         "12 B",
@@ -144,9 +206,9 @@ def test_sizes_replace_those_of_the_preset():
         ("--precision fp8", "'float32', 'bfloat16'"),
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--micro-batch-size -2", "--micro-batch-size must be at least 1, got -2"),
-        ("--lr 0", "--lr must be above 0 and finite, got 0.0"),
-        ("--lr nan", "--lr must be above 0 and finite, got nan"),
-        ("--seed -1", "--seed must be 0 or more, got -1"),
+        ("--lr 0", "--lr must be a number above 0 and finite, got 0.0"),
+        ("--lr nan", "--lr must be a number above 0 and finite, got nan"),
+        ("--seed -1", "--seed must be at least 0, got -1"),
         (
             "--hidden-size 100",
             "--hidden-size (100) must be a multiple of --num-attention-heads (8)",
