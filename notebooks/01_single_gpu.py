@@ -24,7 +24,7 @@ def main(config: TrainConfig) -> int:
     """Train a Llama on text, then let it write. Without flags: the Python manual, one minute."""
     speaker = world().index == 0
     try:
-        data = config.text()
+        data, validation = config.text(), config.text("validation")
     except (ValueError, OSError, ImportError) as error:
         return explain(error)
     try:
@@ -34,7 +34,6 @@ def main(config: TrainConfig) -> int:
     model = history.model
     if speaker:
         print(history.summary())
-        validation = config.text("validation")
         loss = evaluate(model, validation.validation_batches(), model.lm_head.weight.device)
         print(f"loss on text it has not seen: {loss:.3f}\n")
         print(sample_text(model, data, prompt="The ", seed=config.seed))
