@@ -11,17 +11,24 @@ from torch import Tensor
 
 from picotron_edu.ranks import (
     Axis,
+    Mesh,
     RanksHung,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
+    copy_to,
+    exchange,
+    gather,
     launch,
     receive,
+    reduce_from,
     reduce_scatter,
+    scatter_sum,
     send,
     send_recv,
+    split,
     world,
 )
 from picotron_edu.ranks.handle import Handle
@@ -359,7 +366,7 @@ WRONG = [
     (lambda: all_to_all(X[:3], TP), r"cuts dim 0 of shape \[3, 3\] into axis.size=4 .* send_count"),
     (lambda: all_to_all(torch.tensor(1.0), TP), r"cuts dim 0 of shape \[\]"),
     (lambda: all_to_all(X, TP, [1, 1, 1, 1]), r"receive_counts=None: give both"),
-    (lambda: all_to_all(X, TP, [2, 2], [1] * 4), r"send_counts=\[2, 2\]: must be 4 numbers"),
+    (lambda: all_to_all(X, TP, [2, 2], [1] * 4), r"send_counts=\[2, 2\]: must be 4 whole num"),
     (lambda: all_to_all(X, TP, [5, -1, 0, 0], [1] * 4), r"send_counts=\[5, -1, 0, 0\]: must be 4"),
     (lambda: all_to_all(X, TP, [1] * 4, [1] * 5), r"receive_counts=\[1, 1, 1, 1, 1\]: must be 4"),
     (lambda: all_to_all(X, TP, [2] * 4, [2] * 4), r"\[2, 2, 2, 2\] must sum to .* \[4, 3\]"),
@@ -369,6 +376,48 @@ WRONG = [
     (lambda: receive(X, TP, source=1), "source=1 is this rank itself"),
     (lambda: send_recv(TP, [(X, 0)], [(X, 9)]), "source=9: axis 'tp' has places 0 to 3"),
     (lambda: receive(torch.ones(1).expand(3), TP, 0), "buffer: a tensor .* use buffer.contiguous"),
+    (lambda: all_reduce(X, TP, ["sum"]), r"op=\['sum'\]: must be one of sum, avg"),
+    (lambda: all_to_all(X, TP, [1.0] * 4, [1] * 4), r"send_counts=\[1.0, .*: must be 4 whole num"),
+    (lambda: all_to_all(X, TP, [1] * 4, 1), "receive_counts=1: must be 4 whole numbers, none neg"),
+    (lambda: send_recv(TP, (X, 0)), "sends=.*: sends must be a list of .tensor, place"),
+    (lambda: send_recv(TP, [], (X, 0)), "receives=.*: receives must be a list of .tensor, place"),
+    (lambda: send_recv(TP, [(3.0, 0)]), r"sends=\[\(3.0, 0\)\]: sends must be a list of"),
+    (lambda: send_recv(TP, [(X.to_sparse(), 0)]), "sends: a tensor of torch.sparse_coo cannot"),
+]
+
+ONE_TENSOR = [
+    all_reduce,
+    broadcast,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    lambda x, axis: send(x, axis, 0),
+    copy_to,
+    reduce_from,
+    gather,
+    scatter_sum,
+    split,
+    exchange,
+]
+WRONG += [
+    (lambda call=call, x=x, axis=axis: call(x, axis), message)
+    for call in ONE_TENSOR
+    for x, axis, message in (
+        (3.0, TP, "x=3.0: must be a tensor"),
+        ([1.0, 2.0], TP, r"x=\[1.0, 2.0\]: must be a tensor"),
+        (X.to("meta"), TP, "x: a tensor on device 'meta' has no numbers"),
+        (X.to_sparse(), TP, r"x: a tensor of torch.sparse_coo .*use x.to_dense\(\)"),
+        (X, "tp", r"axis='tp': must be an Axis, such as world\(\) or mesh.tp"),
+        (X, world, "axis=<function world .*: must be an Axis"),
+        (X, Mesh(), "axis=Mesh.* rank 0 of 1: must be an Axis"),
+        (X, torch.distributed.group.WORLD, "axis=.*: must be an Axis"),
+    )
+]
+WRONG += [
+    (lambda: receive(3.0, TP, 0), "buffer=3.0: must be a tensor"),
+    (lambda: receive(X, world, 0), "axis=<function world .*: must be an Axis"),
+    (lambda: send_recv("tp"), "axis='tp': must be an Axis"),
+    (lambda: barrier(world), "axis=<function world .*: must be an Axis"),
 ]
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,6 +285,58 @@ def test_wrong_arguments_are_named_before_any_rank_starts(wrong, message):
     with pytest.raises(ValueError, match=message):
         launch(lambda: None, quiet=True, **wrong)
     assert not ranks_of()
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"world_size": True}, "world_size=True: must be a whole number from 1 to 64"),
+        ({"world_size": "2"}, "world_size='2': must be a whole number"),
+        ({"timeout": "5"}, "timeout='5': must be more than 0 seconds"),
+        ({"timeout": float("nan")}, "timeout=nan: must be more than 0 seconds"),
+        ({"threads": "2"}, "threads='2': must be 1 or more, a whole number"),
+        ({"threads": 1.5}, "threads=1.5: must be 1 or more, a whole number"),
+        ({"seed": -1}, "seed=-1: must be a whole number from 0 to 4294967232"),
+        ({"seed": 2**32}, "seed=4294967296: must be a whole number"),
+        ({"seed": 1.5}, "seed=1.5: must be a whole number"),
+        ({"seed": None}, "seed=None: must be a whole number"),
+        ({"link": {1: Link(1, 1)}}, "link={1: ...}: no axis has that name"),
+        ({"link": ""}, "link='': must be a Link"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named_too(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        launch(lambda: None, quiet=True, **wrong)
+    assert not ranks_of()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ((None,), r"fn=None: must be a function, not its result \(launch\(work\), not launch"),
+        ((3,), "fn=3: must be a function"),
+        ((lambda: None, 2), r"cannot take args=\(2,\): .*; did you mean world_size=2\?"),
+        ((lambda a: a,), r"fn=<lambda>\(a\) cannot take args=\(\): missing .* 'a'$"),
+        ((lambda a: a, 1, 2), r"cannot take args=\(1, 2\): too many positional arguments$"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        launch(*call, quiet=True)
+    assert not ranks_of()
+
+
+def test_a_whole_number_may_be_numpys():
+    one, two = np.int64(1), np.int64(2)
+    run = launch(torch.get_num_threads, world_size=two, threads=one, seed=one, quiet=True)
+    assert run.values == [1, 1]
+
+
+def test_a_deleted_current_folder_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError, match=r"the current folder, where .* is deleted"):
+        launch(lambda: None, quiet=True)
 
 
 def test_what_cannot_travel_is_said():

@@ -304,3 +304,35 @@ def test_ranks_that_build_different_meshes_do_not_wait_in_silence():
 
     with pytest.raises((RanksHung, RankFailed)):
         launch(work, timeout=3, quiet=True)
+
+
+MADE_BY_SOME = {
+    "Mesh(dp=2, tp=2)": lambda mesh: Mesh(dp=2, tp=2),
+    "mesh.pp_dp": lambda mesh: mesh.pp_dp,
+}
+
+
+@pytest.mark.parametrize("what", MADE_BY_SOME)
+def test_groups_that_only_some_ranks_make_are_a_deadlock_seen_at_once(what):
+    def work():
+        mesh = Mesh(dp=2, cp=2)
+        if mesh.rank < 2:
+            MADE_BY_SOME[what](mesh)
+
+    began = time.monotonic()
+    with pytest.raises(RanksHung, match="rank 3 has returned") as caught:
+        launch(work, timeout=60, quiet=True)
+    assert time.monotonic() - began < 20
+    for wait in caught.value.waits[:2]:
+        assert f"waits in making the process groups of {what}" in wait.what
+        assert wait.blocked and "test_mesh.py" in wait.line
+
+
+def test_groups_made_in_another_order_are_a_mismatch():
+    def work():
+        mesh = Mesh(dp=2, cp=2)
+        getattr(mesh, "pp_cp" if mesh.rank else "dp_tp")
+
+    with pytest.raises(RanksHung, match="do not agree") as caught:
+        launch(work, timeout=60, quiet=True)
+    assert "making the process groups of mesh.dp_tp" in caught.value.waits[0].what

@@ -347,6 +347,8 @@ def test_the_time_of_a_message_is_steps_times_latency_plus_bytes_over_rate():
         ((1, 0), "gbps=0: must be more than 0 gigabits per second"),
         ((1, -5), "gbps=-5"),
         ((1, float("nan")), "gbps=nan"),
+        (("5", 1), "latency_us='5': must be a number"),
+        ((5, None), "gbps=None: must be a number"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(values, message):

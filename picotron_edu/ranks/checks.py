@@ -1,14 +1,18 @@
 """What is checked, on every rank alike, before anything is sent.
 
 A wrong argument must not reach the network: there it would be a hang, or a wrong number. So each
-error is raised before the first byte moves, and names the argument, its value and what would be
-right. What only the *other* ranks know (do they call the same with the same shape?) is compared on
-the notice board (`board.py`).
+error is raised before the first byte moves (of a launch: before any rank starts), and names the
+argument, its value and what would be right. What only the *other* ranks know (do they call the same
+with the same shape?) is compared on the notice board (`board.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +35,46 @@ def is_fp8(x: Tensor) -> bool:
     return x.dtype.is_floating_point and x.dtype.itemsize == 1
 
 
+def short(value: object) -> str:
+    """A wrong value on one line of an error, also if it is a tensor."""
+    return " ".join(repr(value).split())[:80]
+
+
+def check_axis(axis: Axis) -> None:
+    if not isinstance(axis, Axis):
+        raise ValueError(f"axis={short(axis)}: must be an Axis, such as world() or mesh.tp")
+
+
+def check_message(x: Tensor, axis: Axis, name: str = "x") -> None:
+    """Refuse an `x`, the argument `name`, that is no ordinary tensor, and what is no axis."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}={short(x)}: must be a tensor")
+    if x.is_meta:
+        raise ValueError(f"{name}: a tensor on device 'meta' has no numbers, make it on a real one")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name}: a tensor of {x.layout} cannot travel, use {name}.to_dense()")
+    check_axis(axis)
+
+
+def check_parts(name: str, parts: Sequence[tuple[Tensor, int]], axis: Axis) -> None:
+    """Refuse what is no list of (tensor, place), the argument `name` of send_recv."""
+    for pair in parts if isinstance(parts, (list, tuple)) else [None]:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+            raise ValueError(f"{name}={short(parts)}: {name} must be a list of (tensor, place)")
+        check_message(pair[0], axis, name)
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as an int, numpy's integers too; None if it is no whole number."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_reducible(x: Tensor, op: str) -> None:
     """Refuse an `op` that cannot combine tensors of this type on every backend."""
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op={op!r}: must be one of {', '.join(OPS)}")
     if is_fp8(x) or x.dtype in NO_SUMS:
         better = "bfloat16 or float32" if is_fp8(x) else "int32"
@@ -89,6 +130,17 @@ def dim_to_cut(operation: str, x: Tensor, dim: int, axis: Axis) -> int:
     return at
 
 
+def counts_of(name: str, counts: Sequence[int], axis: Axis) -> list[int]:
+    """`counts`, the argument `name`, as a list of one int a rank."""
+    numbers = [whole_number(count) for count in counts] if isinstance(counts, Iterable) else []
+    whole = [number for number in numbers if number is not None and number >= 0]
+    if not len(whole) == len(numbers) == axis.size:
+        raise ValueError(
+            f"{name}={short(counts)}: must be {axis.size} whole numbers, none negative"
+        )
+    return whole
+
+
 def row_counts(
     x: Tensor, axis: Axis, send: Sequence[int] | None, receive: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
@@ -106,10 +158,7 @@ def row_counts(
             f"send_counts={send}, receive_counts={receive}: give both send_counts and "
             f"receive_counts, or neither"
         )
-    send, receive = list(send), list(receive)
-    for name, counts in (("send_counts", send), ("receive_counts", receive)):
-        if len(counts) != axis.size or min(counts) < 0:
-            raise ValueError(f"{name}={counts}: must be {axis.size} numbers, none negative")
+    send, receive = counts_of("send_counts", send, axis), counts_of("receive_counts", receive, axis)
     if x.dim() == 0 or sum(send) != x.shape[0]:
         raise ValueError(f"send_counts={send} must sum to dim 0 of shape {list(x.shape)}")
     if send[axis.index] != receive[axis.index]:
@@ -118,3 +167,40 @@ def row_counts(
             f"rank itself: what it sends itself it receives"
         )
     return send, receive
+
+
+# ---- before any rank starts ----------------------------------------------------------------------
+
+
+def in_range(name: str, value: Any, low: int, high: int) -> int:
+    number = whole_number(value)
+    if number is None or not low <= number <= high:
+        raise ValueError(f"{name}={value!r}: must be a whole number from {low} to {high}")
+    return number
+
+
+def check_call(fn: Callable, args: tuple) -> None:
+    """Refuse what cannot be called as fn(*args)."""
+    if not callable(fn):
+        raise ValueError(
+            f"fn={short(fn)}: must be a function, not its result (launch(work), not launch(work()))"
+        )
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name, hint = getattr(fn, "__name__", repr(fn)), ""
+        if len(args) == 1 and whole_number(args[0]) and not signature.parameters:
+            hint = f"; did you mean world_size={args[0]}?"
+        raise ValueError(
+            f"fn={name}{signature} cannot take args={short(args)}: {error}{hint}"
+        ) from None
+
+
+def check_timeout(timeout: float | None) -> None:
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
+        raise ValueError(f"timeout={timeout!r}: must be more than 0 seconds, or None for no limit")

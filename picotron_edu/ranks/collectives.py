@@ -32,6 +32,8 @@ from torch import Tensor
 
 from .checks import (
     OPS,
+    check_axis,
+    check_message,
     check_reducible,
     check_writable,
     dim_to_cut,
@@ -82,6 +84,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
 
     op: "sum", "avg", "max", "min" or "prod". Returns `x`, or a Handle whose wait() returns it.
     """
+    check_message(x, axis)
     check_reducible(x, op)
     check_writable("x", x)
     if axis.size == 1:
@@ -102,6 +105,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x`, in place, with the `x` of place `src` on the axis. Returns `x` or a Handle."""
+    check_message(x, axis)
     source = global_rank(axis, "src", src)
     check_writable("x", x)
     if axis.size == 1:
@@ -124,6 +128,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> A
     Returns a new tensor, `dim` being `axis.size` times as long, or a Handle for it. A single number
     a rank becomes a vector.
     """
+    check_message(x, axis)
     dim = which_dim(x, dim)
     data = wire(x if x.dim() else x.view(1))
     if axis.size == 1:
@@ -151,6 +156,7 @@ def reduce_scatter(
     op: as for all_reduce. x.shape[dim] must be divisible by axis.size. Returns a new tensor, or a
     Handle for it.
     """
+    check_message(x, axis)
     check_reducible(x, op)
     dim = dim_to_cut("reduce_scatter", x, dim, axis)
     if axis.size == 1:
@@ -185,6 +191,7 @@ def all_to_all(
     send_counts[i] rows go to place i, receive_counts[i] rows come from it (0 is allowed); without
     counts x.shape[0] must be divisible by axis.size. Returns a new tensor, or a Handle for it.
     """
+    check_message(x, axis)
     out, into = row_counts(x, axis, send_counts, receive_counts)
     if axis.size == 1:
         return at_once(x.detach().clone(), async_op)
@@ -218,5 +225,6 @@ def all_to_all(
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has come here."""
+    check_axis(axis)
     if axis.size > 1:
         Handle(axis, "barrier", "barrier", 0, lambda: meet(axis), lambda: None).wait()

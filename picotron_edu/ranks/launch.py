@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..flags import parse_flags
+from .checks import check_call, check_timeout, in_range, whole_number
 from .errors import RanksError
 from .link import Link
 from .machine import cores, pick_backend, threads_per_rank
@@ -36,6 +37,7 @@ from .runtime import CURRENT, Runtime, seed_rank, take_device
 from .trace import Trace
 
 MAX_RANKS = 64  # on one machine
+MAX_SEED = 2**32 - MAX_RANKS  # numpy's seeds have 32 bits, and each rank adds its number
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,29 @@ class Run(Sequence):
         return f"Run of {len(self)} ranks: run[r], run.output[r], run.trace"
 
 
+def current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the current folder, where the ranks would start, is deleted: os.chdir() to another"
+        ) from None
+
+
 def make_spec(
     world_size: int, backend: str | None, link: Any, threads: int | None, seed: int
 ) -> dict[str, Any]:
     """All that a rank must know before its first line runs; RankPool adds its folder."""
-    if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
-        raise ValueError(f"world_size={world_size!r}: must be a whole number from 1 to {MAX_RANKS}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads={threads}: must be 1 or more")
-    links = list(link.values()) if isinstance(link, Mapping) else [link] if link else []
+    world_size = in_range("world_size", world_size, 1, MAX_RANKS)
+    seed = in_range("seed", seed, 0, MAX_SEED)
+    if threads is not None and (whole_number(threads) or 0) < 1:
+        raise ValueError(f"threads={threads!r}: must be 1 or more, a whole number")
+    links = list(link.values()) if isinstance(link, Mapping) else [] if link is None else [link]
     if not all(isinstance(x, Link) for x in links):
         raise ValueError(f"link={link!r}: must be a Link, or a dict of them by axis name")
     for name in link if isinstance(link, Mapping) else ():
-        if name not in ("world", "ep", "expert_dp") and not set(name.split("_")) <= set(ORDER):
+        parts = set(name.split("_")) if isinstance(name, str) else {name}
+        if name not in ("world", "ep", "expert_dp") and not parts <= set(ORDER):
             raise ValueError(
                 f"link={{{name!r}: ...}}: no axis has that name (world, {', '.join(ORDER)}, ep, "
                 f"expert_dp, or a joined one such as dp_cp)"
@@ -84,10 +96,10 @@ def make_spec(
             environ[key] = loopback[0]  # the host's name need not resolve
     return {
         "environ": environ,
-        "cwd": os.getcwd(),
+        "cwd": current_folder(),
         "sys_path": list(sys.path),
         "argv": list(sys.argv),
-        "threads": threads or threads_per_rank(cores(), world_size),
+        "threads": whole_number(threads) or threads_per_rank(cores(), world_size),
         "backend": pick_backend(world_size, backend),
         "link": link,
         "seed": seed,
@@ -115,11 +127,6 @@ def pack_call(fn: Callable, args: tuple) -> bytes:
         ) from None
 
 
-def check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout={timeout}: must be more than 0 seconds, or None for no limit")
-
-
 def launch(
     fn: Callable,
     *args: Any,
@@ -143,7 +150,9 @@ def launch(
 
     Raises RankFailed or RanksHung; no process is left, whatever happens.
     """
+    check_call(fn, args)
     check_timeout(timeout)
+    world_size = in_range("world_size", world_size, 1, MAX_RANKS)
     spec = make_spec(world_size, backend, link, threads, seed)
     payload = {"call": pack_call(fn, args), "trace": trace}
     if not quiet:

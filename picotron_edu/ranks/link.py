@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 
@@ -78,6 +79,9 @@ class Link:
     gbps: float
 
     def __post_init__(self) -> None:
+        for name, value in (("latency_us", self.latency_us), ("gbps", self.gbps)):
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: must be a number")
         if not 0 <= self.latency_us < math.inf:
             raise ValueError(
                 f"latency_us={self.latency_us}: must be 0 or more microseconds, and finite"

@@ -19,7 +19,9 @@ Megatron-LM", 2104.04473, section 3; torch.distributed.device_mesh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,9 +101,14 @@ class Mesh:
         self._device_mesh: DeviceMesh | None = None
         if self.world_size > 1:
             used = {name: size for name in ORDER if (size := self.sizes[name]) > 1}
-            self._device_mesh = init_device_mesh(
-                self.world.runtime.device.type, tuple(used.values()), mesh_dim_names=tuple(used)
-            )
+            kind, shape, names = self.world.runtime.device.type, (*used.values(),), (*used,)
+
+            def make() -> DeviceMesh:
+                return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+            what = f"making the process groups of Mesh({self._inside()})"
+            # along one axis torch takes the group of all ranks, and nobody waits
+            self._device_mesh = self._together(what, make) if len(used) > 1 else make()
         self._axes = {name: self._axis(name) for name in (*ORDER, "ep", "expert_dp")}
 
     @staticmethod
@@ -143,9 +150,27 @@ class Mesh:
         elif len(line) > 1 and name in ORDER:
             group = self.device_mesh.get_group(name)
         elif len(line) > 1:  # torch's mesh does not know joined axes, ep and expert_dp
-            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            group, _ = self._together(
+                f"making the process groups of mesh.{name}",
+                lambda: dist.new_subgroups_by_enumeration(lines.tolist()),
+            )
         runtime = self.world.runtime
         return Axis(name, len(line), line.index(self.rank), tuple(line), group, runtime)
+
+    def _together(self, what: str, make: Callable[[], Any]) -> Any:
+        """`make()`, in which all ranks must join: noted on the board, where a missing one shows."""
+        from .handle import caller  # imports this module itself
+
+        board = self.world.runtime.board
+        if board is None:
+            return make()
+        board.note(what, "world", caller())
+        call = board.enter("world", self.world.ranks, what)
+        board.block(call, [])
+        try:
+            return make()
+        finally:
+            board.unblock(call, [])
 
     def draw(self) -> str:
         """The grid as text, this rank in brackets."""
@@ -162,9 +187,11 @@ class Mesh:
             lines.append((label.ljust(left) + "".join(c.rjust(width) for c in cells)).rstrip())
         return "\n".join(lines)
 
+    def _inside(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1)
+
     def __repr__(self) -> str:
-        inside = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1)
-        return f"Mesh({inside}) rank {self.rank} of {self.world_size}"
+        return f"Mesh({self._inside()}) rank {self.rank} of {self.world_size}"
 
     @property
     def device(self) -> torch.device:

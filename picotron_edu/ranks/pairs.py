@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from .checks import dim_to_cut
+from .checks import check_message, dim_to_cut
 from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from .mesh import Axis
 
@@ -108,16 +108,19 @@ class _Exchange(Function):
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Enter a parallel region (Megatron's f): `x` as it is; backward sums the ranks' gradients."""
+    check_message(x, axis)
     return _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """Leave a parallel region (Megatron's g): the ranks' `x` summed; backward passes through."""
+    check_message(x, axis)
     return _ReduceFrom.apply(x, axis)
 
 
 def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """The ranks' pieces joined along `dim`; backward sums over the ranks and cuts."""
+    check_message(x, axis)
     return _Gather.apply(x, axis, dim)
 
 
@@ -126,6 +129,7 @@ def scatter_sum(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     x.shape[dim] must be divisible by axis.size.
     """
+    check_message(x, axis)
     return _ScatterSum.apply(x, axis, dim)
 
 
@@ -134,6 +138,7 @@ def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     x.shape[dim] must be divisible by axis.size.
     """
+    check_message(x, axis)
     return _Split.apply(x, axis, dim_to_cut("split", x, dim, axis))
 
 
@@ -144,4 +149,5 @@ def exchange(
     receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
     """All-to-all along dim 0 (see `all_to_all`); backward sends every row's gradient back."""
+    check_message(x, axis)
     return _Exchange.apply(x, axis, send_counts, receive_counts)

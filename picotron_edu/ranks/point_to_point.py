@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import check_writable, global_rank
+from .checks import check_axis, check_message, check_parts, check_writable, global_rank
 from .collectives import copy_back, result_or_handle, wire
 from .handle import Handle, describe
 from .mesh import Axis
@@ -36,6 +36,9 @@ def send_recv(
     ends must agree. Returns the filled buffers, or a Handle for them. Between one pair of ranks
     messages match in the order given: on an axis of 2 the left neighbour *is* the right one.
     """
+    check_axis(axis)
+    check_parts("sends", sends, axis)
+    check_parts("receives", receives, axis)
     return _point_to_point("send_recv", axis, sends, receives, async_op)
 
 
@@ -44,11 +47,13 @@ def send(x: Tensor, axis: Axis, to: int, async_op: bool = False) -> Any:
 
     With async_op=True it returns a Handle at once, and its wait() blocks.
     """
+    check_message(x, axis)
     return _point_to_point("send", axis, [(x, to)], [], async_op)
 
 
 def receive(buffer: Tensor, axis: Axis, source: int, async_op: bool = False) -> Any:
     """Fill `buffer` with what place `source` sends; returns [buffer] or a Handle for it."""
+    check_message(buffer, axis, "buffer")
     return _point_to_point("receive", axis, [], [(buffer, source)], async_op)
 
 
