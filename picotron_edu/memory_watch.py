@@ -106,6 +106,10 @@ class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
         for param in self.params:
             self.note(param)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports torch's compiler, which takes a second
+
     def __enter__(self) -> "MemoryWatch":
         outer = current().recorder
         phases = Phases(outer.rank, outer.events) if outer else Phases(rank=0)

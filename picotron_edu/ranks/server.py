@@ -23,8 +23,11 @@ import shutil
 import signal
 import socket
 import sys
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+IDLE = 1.0  # seconds without work after which the server imports what only some ranks need
 
 
 class Job:
@@ -99,8 +102,15 @@ def serve(control: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # ends the wait below
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the notebook's; it tells us by closing
     own = [control.fileno(), wake, wake_write]
+    complete = False
     while True:
-        for ready in wait([control, wake, *jobs]):
+        idle = None if jobs or complete else IDLE
+        all_ready = wait([control, wake, *jobs], timeout=idle)
+        if not all_ready:
+            import_module("torch._dynamo")  # torch's profiler, optimizers, checkpoint load it
+            gc.freeze()
+            complete = True
+        for ready in all_ready:
             if ready is control:
                 message, fds, _, _ = socket.recv_fds(control, 16, 200)
                 if not message:  # the notebook is gone

@@ -13,41 +13,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
+from picotron_edu.ranks.link import fit_alpha_beta
 from picotron_edu.show.figure import Picture, finish, new_figure, style
 from picotron_edu.show.ledger import duration, size
 from picotron_edu.show.palette import RANK_COLOURS
 
 MARKERS = "osD^vPX*"
-
-
-def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """alpha (seconds) and beta (seconds per byte) that fit measured times best, neither below zero.
-
-    The *relative* errors are made small (least squares of predicted / measured − 1). Absolute
-    errors would fit the largest message alone: its time is thousands of alphas.
-
-        alpha, beta = fit_alpha_beta([1e3, 1e6, 1e9], [1.1e-5, 1.1e-4, 0.1])
-    """
-    n, t = np.asarray(sizes, float), np.asarray(seconds, float)
-    if len(n) != len(t) or len(set(n.tolist())) < 2:
-        raise ValueError(
-            f"a line needs one time per size and at least two different sizes, "
-            f"got {len(n)} sizes ({len(set(n.tolist()))} different) and {len(t)} times"
-        )
-    if (t <= 0).any():
-        raise ValueError(f"seconds must all be above 0, got {t.min()}")
-    columns = np.stack([1 / t, n / t], axis=1)
-    alpha, beta = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)[0]
-    if alpha < 0:  # noise: the best line through the origin
-        alpha, beta = 0.0, _one_factor(columns[:, 1])
-    elif beta < 0:  # noise: the best constant
-        alpha, beta = _one_factor(columns[:, 0]), 0.0
-    return float(alpha), float(beta)
-
-
-def _one_factor(column: np.ndarray) -> float:
-    """The factor f for which f · column is nearest to ones."""
-    return float(column.sum() / (column**2).sum())
 
 
 def alpha_beta(
