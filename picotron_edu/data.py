@@ -55,6 +55,12 @@ class Batch:
     def rows(self, part: slice) -> "Batch":
         return Batch(self.inputs_BS[part], self.labels_BS[part])
 
+    def padded(self, rows: int) -> "Batch":
+        """Filled up with rows that never count: so all ranks take equally many micro-batches."""
+        more = rows - len(self), self.inputs_BS.shape[1]
+        fill = self.inputs_BS.new_zeros(more), self.labels_BS.new_full(more, -100)
+        return Batch(torch.cat([self.inputs_BS, fill[0]]), torch.cat([self.labels_BS, fill[1]]))
+
     def split(self, micro_batch_size: int) -> list["Batch"]:
         """Micro-batches; the last one is smaller where the rows do not divide."""
         check_count("micro_batch_size", micro_batch_size)
@@ -118,8 +124,7 @@ class TextData:
     def batch(self, step: int, index: int = 0, count: int = 1) -> Batch:
         """The rows of data-parallel rank `index` of `count`: disjoint, together the global batch.
 
-        Where `count` does not divide the batch, the first ranks get one row more: one more reason
-        to divide a loss by the *global* count of tokens.
+        Where `count` does not divide the batch, the last ranks' last row does not count.
         """
         if not 0 <= index < count <= self.global_batch_size:
             raise ValueError(
@@ -127,26 +132,22 @@ class TextData:
                 f"({self.global_batch_size}), so that each rank has a row, and index below count"
             )
         numbers = self.sample_numbers(step)
-        return self.read(numbers[piece_of(len(numbers), count, index)])
+        mine = numbers[piece_of(len(numbers), count, index)]
+        return self.read(mine).padded(-(-len(numbers) // count))
 
     def validation_batches(self, index: int = 0, count: int = 1) -> Iterator[Batch]:
         """All samples in order, each counted once by exactly one rank.
 
         Every rank gets equally many batches of equally many rows, so that none waits for another.
-        Where samples run out, rows are filled up with labels of −100: computed, never counted.
         """
-        rows_each = -(-self.global_batch_size // count)
-        for start in range(0, self.samples, rows_each * count):
-            mine = range(start + index * rows_each, start + (index + 1) * rows_each)
-            batch = self.read(number % self.samples for number in mine)
-            surplus = torch.tensor([number >= self.samples for number in mine])
-            batch.labels_BS[surplus] = -100
-            yield batch
+        rows = -(-self.global_batch_size // count)
+        for first in range(index * rows, self.samples + index * rows, rows * count):
+            yield self.read(range(first, min(first + rows, self.samples))).padded(rows)
 
     def read(self, numbers: Iterable[int]) -> Batch:
         S = self.sequence_length
-        rows = np.stack([self.tokens[n * S : n * S + S + 1] for n in numbers]).astype(np.int64)
-        tokens_BS1 = torch.from_numpy(rows)
+        rows = [self.tokens[n * S : n * S + S + 1] for n in numbers]
+        tokens_BS1 = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, S + 1))
         return Batch(tokens_BS1[:, :-1].contiguous(), tokens_BS1[:, 1:].contiguous())
 
     def encode(self, text: str) -> list[int]:
@@ -180,7 +181,9 @@ def token_file(
     nothing or the whole.
     """
     wide: type[np.unsignedinteger] = next(
-        kind for kind in (np.uint8, np.uint16, np.uint32) if fits(tokenizer, kind)
+        kind
+        for kind in (np.uint8, np.uint16, np.uint32)
+        if tokenizer.vocab_size - 1 <= np.iinfo(kind).max
     )
     content = source if source.startswith("hf:") else hash_of(limited(source, megabytes))
     folder = cache if cache is not None else cache_folder()
@@ -214,10 +217,6 @@ def whole_file(folder: Path, key: str, dtype: np.dtype) -> Path | None:
         if path.stat().st_size == int(path.stem.removeprefix(f"{key}-")) * dtype.itemsize:
             return path
     return None
-
-
-def fits(tokenizer: Tokenizer, kind: type[np.unsignedinteger]) -> bool:
-    return tokenizer.vocab_size - 1 <= np.iinfo(kind).max
 
 
 def limited(source: str, megabytes: int) -> Iterator[str]:

@@ -69,10 +69,13 @@ def test_every_sample_comes_once_per_epoch_and_the_order_changes(seven):
 def test_ranks_read_disjoint_rows_of_the_same_global_batch(seven, count):
     data = seven(global_batch_size=5)
     for step in range(4):
-        parts = [data.batch(step, index, count) for index in range(count)]
-        assert torch.equal(torch.cat([p.inputs_BS for p in parts]), data.batch(step).inputs_BS)
-        assert torch.equal(torch.cat([p.labels_BS for p in parts]), data.batch(step).labels_BS)
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        parts, whole = [data.batch(step, i, count) for i in range(count)], data.batch(step)
+        rows = [(p.labels_BS != -100).any(dim=1) for p in parts]
+        for name in ("inputs_BS", "labels_BS"):
+            counted = [getattr(part, name)[row] for part, row in zip(parts, rows)]
+            assert torch.equal(torch.cat(counted), getattr(whole, name))
+        assert len({len(part) for part in parts}) == 1, "a rank has another number of rows"
+        assert max(row.sum() for row in rows) - min(row.sum() for row in rows) <= 1
 
 
 def test_four_ranks_as_tp2_dp2_see_two_different_inputs(seven):
