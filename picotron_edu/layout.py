@@ -14,7 +14,7 @@ know, for each one. They all read it from one place, the parameter's layout:
 
 `partial_over` names the axes whose ranks each computed only a part of this parameter's gradient
 (they saw other samples, or other positions): there it must be summed. Over any other axis that is
-not cut, the ranks hold equal copies.
+not cut, the ranks hold equal copies. `flat` is ZeRO's cut: what is left, as one vector.
 
 A technique that replaces a parameter attaches the new layout. A parameter without one is an
 error, never a guess: a trainer that "forgot that this parameter is different" is the commonest
@@ -50,11 +50,24 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class FlatCut:
+    """What `cuts` leave, flattened, is cut over `axis`: this rank holds elements start to stop.
+
+    So ZeRO cuts: without regard to rows, and of whatever length (also none at all).
+    """
+
+    axis: Axis
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Layout:
     name: str
     full_shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
     partial_over: tuple[Axis, ...] = ()
+    flat: FlatCut | None = None
 
     def __post_init__(self) -> None:
         for cut in self.cuts:
@@ -66,12 +79,15 @@ class Layout:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
+        if self.flat:
+            return (self.flat.stop - self.flat.start,)
         return tuple(piece.stop - piece.start for piece in slice_of(self))
 
     @property
     def cut_axes(self) -> tuple[Axis, ...]:
         """The axes whose ranks hold different pieces, each once."""
-        return tuple({cut.axis.name: cut.axis for cut in self.cuts}.values())
+        axes = [cut.axis for cut in self.cuts] + ([self.flat.axis] if self.flat else [])
+        return tuple({axis.name: axis for axis in axes}.values())
 
 
 def piece_of(length: int, count: int, index: int) -> slice:
@@ -89,6 +105,16 @@ def slice_of(layout: Layout) -> tuple[slice, ...]:
         inner = piece_of(outer.stop - outer.start, cut.axis.size, cut.axis.index)
         pieces[cut.dim] = slice(outer.start + inner.start, outer.start + inner.stop)
     return tuple(pieces)
+
+
+def place(layout: Layout, full: torch.Tensor, piece: torch.Tensor) -> None:
+    """Write this rank's piece where it belongs in the full tensor."""
+    if layout.flat is None:
+        full[slice_of(layout)] = piece
+    else:
+        local = full[slice_of(layout)].flatten()
+        local[layout.flat.start : layout.flat.stop] = piece
+        full[slice_of(layout)] = local.view(full[slice_of(layout)].shape)
 
 
 def attach(param: nn.Parameter, layout: Layout) -> nn.Parameter:
@@ -120,6 +146,7 @@ def describe(model: nn.Module) -> None:
 
 
 def cuts_in_words(layout: Layout) -> str:
-    return (
-        ", ".join(f"dim {c.dim} over {c.axis.name}={c.axis.size}" for c in layout.cuts) or "nowhere"
-    )
+    words = [f"dim {c.dim} over {c.axis.name}={c.axis.size}" for c in layout.cuts]
+    if layout.flat:
+        words.append(f"flat over {layout.flat.axis.name}={layout.flat.axis.size}")
+    return ", ".join(words) or "nowhere"

@@ -38,7 +38,10 @@ def main_dtype(param: Tensor) -> torch.dtype:
 
 
 def keep_main_grads(model: nn.Module) -> None:
-    """From now on backward adds to a float32 `param.main_grad`, and frees `param.grad` at once."""
+    """From now on backward adds to a float32 `param.main_grad`, and frees `param.grad` at once.
+
+    A technique may say where the main gradient shall lie: in `param.grad_home`.
+    """
     for param in model.parameters():
         if not hasattr(param, "main_grad"):
             param.main_grad = None  # type: ignore[attr-defined]
@@ -46,7 +49,10 @@ def keep_main_grads(model: nn.Module) -> None:
 
 
 def add_to_main_grad(param: Any) -> None:
-    if param.main_grad is None:
+    home = getattr(param, "grad_home", None)
+    if param.main_grad is None and home is not None:
+        param.main_grad = home.copy_(param.grad)
+    elif param.main_grad is None:
         param.main_grad = param.grad.to(main_dtype(param))  # no copy where it is wide enough
     else:
         param.main_grad += param.grad

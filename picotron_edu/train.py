@@ -18,6 +18,7 @@ one line each.
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +60,21 @@ def accumulate(
 ) -> Tensor:
     """Forward and backward over this rank's rows; returns the loss of the global batch.
 
-    If no token at all is counted, the loss and all gradients are 0.
+    If no token at all is counted, the loss and all gradients are 0. A data-parallel model (one that
+    has no_sync and finish) sums its gradients over the ranks in the last backward.
     """
     counted = total(batch.counted).clamp(min=1)
     loss_sum = torch.zeros((), device=counted.device)
-    for micro in batch.split(micro_batch_size):
+    micro_batches = batch.split(micro_batch_size)
+    no_sync = getattr(model, "no_sync", nullcontext)
+    for micro in micro_batches:
         with ranks.span("forward"):
             logits_BSV = model(micro.inputs_BS)
             micro_sum, _ = token_loss_sum(logits_BSV, micro.labels_BS)
-        with ranks.span("backward"):
+        with nullcontext() if micro is micro_batches[-1] else no_sync(), ranks.span("backward"):
             (micro_sum / counted).backward()
         loss_sum = loss_sum + micro_sum.detach()
+    getattr(model, "finish", lambda: None)()
     return total(loss_sum) / counted
 
 

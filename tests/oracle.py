@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_edu.data import Batch
-from picotron_edu.layout import describe, layout_of, piece_of, slice_of
+from picotron_edu.layout import describe, layout_of, piece_of, place
 from picotron_edu.model import Llama, LlamaConfig
 from picotron_edu.optim import global_norm, grad_of, keep_main_grads, zero_grads
 from picotron_edu.ranks import all_reduce, launch
@@ -111,7 +111,8 @@ def train_rank(
     params = list(rank.model.parameters())
     done = Training()
     for batch in batches:
-        mine = batch.rows(piece_of(len(batch), rank.count, rank.index))
+        rows = piece_of(len(batch), rank.count, rank.index)
+        mine = batch.rows(rows).padded(-(-len(batch) // rank.count))
         loss = accumulate(rank.model, mine, micro_batch_size, rank.total)
         rank.finish()
         norm = global_norm(params, all_reduce)
@@ -131,7 +132,7 @@ def gathered(param: nn.Parameter, piece: Tensor) -> Tensor:
     """The full tensor that this rank and its neighbours hold pieces of, of whatever sizes."""
     layout = layout_of(param)
     full = piece.new_zeros(layout.full_shape)
-    full[slice_of(layout)] = piece
+    place(layout, full, piece)
     for axis in layout.cut_axes:
         all_reduce(full, axis)
     return full

@@ -99,6 +99,17 @@ def check_writable(name: str, x: Tensor) -> None:
         )
 
 
+def check_out(out: Tensor, dtype: torch.dtype, numel: int, dim: int) -> None:
+    """Refuse an `out` that the ranks' parts cannot be received in, one behind the other."""
+    if dim != 0:
+        raise ValueError(f"out is for dim=0, got dim={dim}")
+    if out.dtype != dtype or out.numel() != numel or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous, of {dtype}, with {numel} elements, got {out.dtype}, "
+            f"{out.numel()} elements{'' if out.is_contiguous() else ', strided'}"
+        )
+
+
 def global_rank(axis: Axis, name: str, place: int) -> int:
     """The global rank of a place on the axis, given as the argument `name`."""
     if not isinstance(place, int) or not 0 <= place < axis.size:

@@ -34,6 +34,7 @@ from .checks import (
     OPS,
     check_axis,
     check_message,
+    check_out,
     check_reducible,
     check_writable,
     dim_to_cut,
@@ -122,18 +123,30 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0, async_op: bool = False) -> An
     return result_or_handle(handle, async_op)
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Any:
+def all_gather(
+    x: Tensor,
+    axis: Axis,
+    dim: int = 0,
+    async_op: bool = False,
+    out: Tensor | None = None,
+    label: str = "",
+) -> Any:
     """All ranks' `x`, concatenated along `dim` in the order of the axis; equal shapes everywhere.
 
     Returns a new tensor, `dim` being `axis.size` times as long, or a Handle for it. A single number
-    a rank becomes a vector.
+    a rank becomes a vector. out: where the result goes, in place of new memory (dim 0 only).
+    label: what is gathered, as reports shall name it; must be the same on all ranks.
     """
     check_message(x, axis)
     dim = which_dim(x, dim)
     data = wire(x if x.dim() else x.view(1))
+    if out is not None:
+        check_out(out, x.dtype, axis.size * data.numel(), dim)
     if axis.size == 1:
-        return at_once(data.view(x.dtype).clone(), async_op)
-    parts = data.new_empty(axis.size, *data.shape)
+        result = data.view(x.dtype).clone() if out is None else copy_back(out, data.view_as(out))
+        return at_once(result, async_op)
+    shape = axis.size, *data.shape
+    parts = data.new_empty(shape) if out is None else wire(out).view(shape)
 
     def start() -> list[dist.Work | None]:
         if not data.numel():
@@ -142,19 +155,19 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> A
 
     def finish() -> Tensor:
         whole = parts.flatten(0, 1) if dim == 0 else torch.cat([*parts], dim)
-        return whole.view(x.dtype)
+        return whole.view(x.dtype) if out is None else out
 
-    what = f"all_gather({describe(x)}, dim={dim})"
+    what = f"all_gather({describe(x)}, dim={dim})" + label
     return result_or_handle(Handle(axis, "all_gather", what, parts.nbytes, start, finish), async_op)
 
 
 def reduce_scatter(
-    x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", async_op: bool = False
+    x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", async_op: bool = False, label: str = ""
 ) -> Any:
     """Combine `x` over the ranks; place i of the axis gets the i-th piece along `dim`.
 
-    op: as for all_reduce. x.shape[dim] must be divisible by axis.size. Returns a new tensor, or a
-    Handle for it.
+    op: as for all_reduce. x.shape[dim] must be divisible by axis.size. label: as for all_gather.
+    Returns a new tensor, or a Handle for it.
     """
     check_message(x, axis)
     check_reducible(x, op)
@@ -174,7 +187,7 @@ def reduce_scatter(
     def finish() -> Tensor:
         return piece.div_(axis.size) if op == "avg" else piece
 
-    what = f"reduce_scatter({describe(x)}, dim={dim}, {op})"
+    what = f"reduce_scatter({describe(x)}, dim={dim}, {op})" + label
     handle = Handle(axis, "reduce_scatter", what, data.nbytes, start, finish)
     return result_or_handle(handle, async_op)
 
