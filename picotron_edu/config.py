@@ -40,6 +40,9 @@ class TrainConfig:
     weight_decay: float = flag(0.1, "AdamW's decay of matrices, times the learning rate")
     max_grad_norm: float = flag(1.0, "clip the gradient to this global norm")
     precision: Literal["float32", "bfloat16"] = flag("float32", "type the model computes in")
+    recompute: Literal["none", "selective", "full"] = flag(
+        "none", "which activations to drop in forward and make again in backward"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = flag("auto", "where to train")
     seed: int = flag(0, "of the weights and of the order of samples")
 
@@ -52,7 +55,7 @@ class TrainConfig:
         for name in ("lr", "max_grad_norm"):
             check_number(name, getattr(self, name))
         check_number("weight_decay", self.weight_decay, zero=True)
-        for name in ("precision", "device"):
+        for name in ("precision", "recompute", "device"):
             check_choice(name, getattr(self, name), get_args(get_type_hints(TrainConfig)[name]))
         longest = self.shape(vocab_size=256).max_position_embeddings
         if self.sequence_length > longest:

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from picotron_edu import flops, ranks
+from picotron_edu import flops, ranks, recompute
 from picotron_edu.config import TrainConfig
 from picotron_edu.data import Batch, TextData
 from picotron_edu.layout import describe
@@ -135,6 +135,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> Llama:
     model = Llama(config.shape(vocab_size), config.seed, device, config.dtype)
     describe(model)
     keep_main_grads(model)
+    recompute.apply(model, config.recompute)
     return model
 
 
