@@ -40,6 +40,10 @@ class TrainConfig:
     weight_decay: float = flag(0.1, "AdamW's decay of matrices, times the learning rate")
     max_grad_norm: float = flag(1.0, "clip the gradient to this global norm")
     precision: Literal["float32", "bfloat16"] = flag("float32", "type the model computes in")
+    data_parallel: Literal["naive", "overlap", "bucketed"] = flag(
+        "bucketed", "how ranks that share a batch sum their gradients"
+    )
+    bucket_mb: float = flag(25.0, "size of a bucket of gradients, in 10^6 bytes")
     recompute: Literal["none", "selective", "full"] = flag(
         "none", "which activations to drop in forward and make again in backward"
     )
@@ -52,10 +56,10 @@ class TrainConfig:
             check_count(name, getattr(self, name))
         for name in ("warmup", "seed"):
             check_count(name, getattr(self, name), least=0)
-        for name in ("lr", "max_grad_norm"):
+        for name in ("lr", "max_grad_norm", "bucket_mb"):
             check_number(name, getattr(self, name))
         check_number("weight_decay", self.weight_decay, zero=True)
-        for name in ("precision", "recompute", "device"):
+        for name in ("precision", "device", "data_parallel"):
             check_choice(name, getattr(self, name), get_args(get_type_hints(TrainConfig)[name]))
         longest = self.shape(vocab_size=256).max_position_embeddings
         if self.sequence_length > longest:
@@ -77,19 +81,19 @@ class TrainConfig:
         return replace(preset, **changes)
 
     @property
-    def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.accumulation
-
-    @property
     def dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.precision]
 
-    def text(self, split: Literal["train", "validation"] = "train") -> TextData:
-        """The data to train on, or the part kept for validation."""
+    def text(self, split: Literal["train", "validation"] = "train", replicas: int = 1) -> TextData:
+        """The data to train on, or the part kept for validation, for `replicas` that share it.
+
+        The global batch is micro_batch_size × accumulation × replicas.
+        """
+        passes = self.accumulation if split == "train" else 1
         return TextData(
             self.data,
             self.sequence_length,
-            self.global_batch_size if split == "train" else self.micro_batch_size,
+            self.micro_batch_size * passes * replicas,
             self.seed,
             self.tokenizer,
             split,

@@ -12,13 +12,14 @@ Dividing by that one number makes the result independent of how the batch is cut
 micro-batches' means is not: of losses (1, 1, 1) and (4) it makes 2.5, where the mean is 1.75.
 
 On many ranks "whole" means all of them: `total` sums a tensor over the ranks that share the
-batch, and on one rank there is nothing to sum. Later chapters add their techniques to this step,
-one line each.
+batch, and on one rank there is nothing to sum. The step itself is the same on any number of ranks:
+`spread` gives the model its techniques, and they know what to send.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from picotron_edu import flops, ranks, recompute
 from picotron_edu.config import TrainConfig
 from picotron_edu.data import Batch, TextData
+from picotron_edu.data_parallel import DataParallel
 from picotron_edu.layout import describe
 from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, cosine_lr, keep_main_grads
@@ -139,34 +141,57 @@ def build_model(config: TrainConfig, vocab_size: int) -> Llama:
     return model
 
 
-def train(config: TrainConfig, progress: bool = True, data: TextData | None = None) -> History:
+def spread(model: Llama, config: TrainConfig, dp: ranks.Axis | None) -> nn.Module:
+    """The model as it trains on its ranks; without an axis it trains alone, as it is."""
+    if dp is None:
+        return model
+    return DataParallel(model, dp, config.data_parallel, config.bucket_mb)
+
+
+def train(
+    config: TrainConfig,
+    progress: bool = True,
+    data: TextData | None = None,
+    dp: ranks.Axis | None = None,
+) -> History:
     """Train a new model; the history holds a record for each step, the model and the data.
 
-    `data`: None for `config.text()`. Raises Diverged at a loss or gradient that is not finite.
+    data: None for `config.text(replicas=dp.size)`. dp: the ranks that share each global batch of
+    the data; None where each rank trains for itself. Tokens, tokens/s and MFU are those of all of
+    them together. Raises Diverged at a loss or gradient that is not finite.
     """
-    data = config.text() if data is None else data
+    index, replicas = (dp.index, dp.size) if dp else (0, 1)
+    total = partial(ranks.all_reduce, axis=dp) if dp else alone
+    data = config.text(replicas=replicas) if data is None else data
     model = build_model(config, data.vocab_size)
+    trained = spread(model, config, dp)
     device = model.lm_head.weight.device
     optimizer = AdamW(model.named_parameters(), weight_decay=config.weight_decay)
-    work = flops.model_flops(model.config, config.global_batch_size, config.sequence_length)
+    tokens = data.global_batch_size * data.sequence_length
+    work = flops.model_flops(model.config, data.global_batch_size, data.sequence_length)
     history = History(model, data, flops.peak_of(device, config.dtype))
 
     with Progress(config.steps, shown=progress) as bar:
         for step in range(config.steps):
             start = time.perf_counter()
             lr = cosine_lr(step, config.lr, config.warmup, config.steps, floor=config.lr / 10)
-            batch = data.batch(step).to(device)
+            batch = data.batch(step, index, replicas).to(device)
             try:
                 loss, grad_norm = train_step(
-                    model, batch, optimizer, config.micro_batch_size, lr, config.max_grad_norm
+                    trained,
+                    batch,
+                    optimizer,
+                    config.micro_batch_size,
+                    lr,
+                    config.max_grad_norm,
+                    total,
                 )
             except Diverged as error:
                 raise Diverged(f"{error} at step {step}: try a lower lr ({config.lr:g})") from None
             losses = loss.item(), grad_norm.item()  # waits until the device has finished
             seconds = time.perf_counter() - start
-            tokens = batch.inputs_BS.numel()
             speed = tokens / seconds
-            mfu = history.peak.utilization(work.total, seconds)
+            mfu = history.peak.utilization(work.total / replicas, seconds)
             memory = peak_memory(device)
             record = StepRecord(step, *losses, lr, tokens, seconds, speed, mfu, memory)
             history.records.append(record)
