@@ -1,0 +1,138 @@
+"""Weights as one flat vector, cut into equal shards: what ZeRO gathers, reduces and frees.
+
+A unit is the parameters of one module (a block, the embedding, …), one behind the other:
+
+    full   │ q_proj ‥‥‥‥ │ k_proj ‥‥ │ … │ norm │ · │      padded to n equal shards
+           │ rank 0        │ rank 1        │ rank 2 │       whichever parameter a border falls into
+    pieces on rank 1:  the end of q_proj, k_proj, …         what its optimizer sees
+
+The parameters of the module are views of `full`, so that gathering is one message into place and
+no copy. `free` gives the memory of `full` back to the machine and leaves the views in place: when
+it is filled again, also what autograd has kept for backward (a view of a weight) is there again.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from picotron_edu.layout import FlatCut, attach, layout_of
+from picotron_edu.optim import main_dtype
+from picotron_edu.ranks import Axis, Handle, all_gather
+
+
+class Unit:
+    """Parameters that are gathered and reduced together: one vector `full`, this rank's `shard`."""
+
+    def __init__(
+        self, name: str, params: list[nn.Parameter], axis: Axis, stage: int, grad_dtype: Any
+    ) -> None:
+        self.name, self.params, self.axis = name, params, axis
+        self.ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
+        self.length = -(-self.ends[-1] // axis.size)  # of a shard: rounded up
+        self.own = slice(axis.index * self.length, (axis.index + 1) * self.length)
+        self.full = params[0].new_zeros(axis.size * self.length)
+        for param, view in zip(params, self.views(self.full)):
+            view.copy_(param.detach())
+            param.data = view
+        self.shard = self.full[self.own].clone() if stage == 3 else self.full[self.own]
+        self.present = True  # `full` holds the newest weights of all ranks
+        self.gathering: Handle | None = None
+
+        self.grad_dtype = grad_dtype or main_dtype(params[0])
+        self.grad: Tensor | None = None  # of the whole vector, from this rank's rows
+        self.shard_grad: Tensor | None = None  # of the shard, from all ranks' rows
+        self.reducing: Handle | None = None
+        self.waiting = set(params)  # whose gradient is not complete
+        self.pieces = [self.piece(*at) for at in zip(params, [0, *self.ends], self.ends)]
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        starts = [0, *self.ends]
+        return [
+            vector[start:end].view(layout_of(p).local_shape)
+            for p, start, end in zip(self.params, starts, self.ends)
+        ]
+
+    def piece(self, param: nn.Parameter, start: int, end: int) -> nn.Parameter:
+        """What the owner's optimizer sees: the part of `param` in this rank's shard, maybe none."""
+        first, last = (min(max(at, start), end) for at in (self.own.start, self.own.stop))
+        mine = self.shard[first - self.own.start : last - self.own.start] if first < last else None
+        piece = nn.Parameter(self.shard[:0] if mine is None else mine, param.requires_grad)
+        piece.main_grad = None  # type: ignore[attr-defined]
+        layout, cut = layout_of(param), FlatCut(self.axis, first - start, last - start)
+        over = (*layout.partial_over, self.axis)
+        return attach(piece, replace(layout, flat=cut, partial_over=over))
+
+    def gather(self) -> None:
+        """Start to bring the weights together, if they are not here and not on their way."""
+        if not self.present and self.gathering is None:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            self.gathering = all_gather(
+                self.shard.clone(), self.axis, out=self.full, async_op=True, label=self.label
+            )
+
+    def wait(self) -> None:
+        self.gather()
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering, self.present = None, True
+            for param, view in zip(self.params, self.views(self.full)):
+                param.data = view
+
+    def free(self) -> None:
+        """Give the memory of the full weights back; what autograd has kept of them is refilled."""
+        self.wait() if self.gathering else None
+        self.present = False
+        for param in self.params:
+            param.data = self.full[:0]  # an empty tensor: whoever reads it now sees that
+        self.full.untyped_storage().resize_(0)
+
+    def prepare_grad(self) -> None:
+        """A place for the gradients of the coming backward."""
+        if self.grad is None and self.params[0].requires_grad:
+            self.grad = self.full.new_empty(self.axis.size * self.length, dtype=self.grad_dtype)
+            self.grad[self.ends[-1] :] = 0  # the padding
+            for param, view in zip(self.params, self.views(self.grad)):
+                param.grad_home = view  # type: ignore[attr-defined]
+
+    def hand_out(self) -> None:
+        """To each piece its part of the shard's gradient; zeroing the pieces' frees the memory."""
+        assert self.shard_grad is not None
+        sizes = [piece.numel() for piece in self.pieces]
+        for piece, part in zip(
+            self.pieces, self.shard_grad.split_with_sizes([*sizes, self.length - sum(sizes)])
+        ):
+            piece.main_grad = part  # type: ignore[attr-defined]
+            if part.dtype == piece.dtype:
+                piece.grad = part  # where torch's own optimizers look
+        self.shard_grad = None
+
+    @property
+    def label(self) -> str:
+        return f" of {self.name}"
+
+
+def units_of(module: nn.Module, axis: Axis, stage: int, grad_dtype: Any) -> dict[nn.Module, list]:
+    """The units that each module needs while it runs: a block's own, the embedding's, …
+
+    Parameters of one unit share a type, and train or are frozen together. A parameter used by two
+    modules (tied weights) is in the unit of the first, and both need that unit.
+    """
+    names = {m: name for name, m in module.named_modules()}
+    blocks = [m for group in names if isinstance(group, nn.ModuleList) for m in group]
+    inside = {m for block in blocks for m in block.modules()}
+    loose = [m for m in names if m not in inside and any(True for _ in m.parameters(False))]
+    units: dict[nn.Parameter, Unit] = {}
+    needs: dict[nn.Module, list[Unit]] = {}
+    for owner in sorted({*blocks, *loose}, key=[*names].index):
+        params = list(owner.parameters(recurse=owner in blocks))
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for param in params:
+            if param not in units:
+                kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
+        for kind in kinds.values():
+            unit = Unit(names[owner] or type(owner).__name__, kind, axis, stage, grad_dtype)
+            units |= dict.fromkeys(kind, unit)
+        needs[owner] = list(dict.fromkeys(units[param] for param in params))
+    return needs

@@ -1,0 +1,234 @@
+"""ZeRO: data parallelism without n copies of everything. Each rank keeps a shard, and asks for the
+rest when it needs it.
+
+After the all-reduce of data parallelism n ranks hold the same gradients, update the same optimizer
+states, and get the same weights: n − 1 of the n copies are waste. One idea removes them, in three
+stages. The weights of each *unit* (a block, the embedding, …) are one flat vector, cut into n
+equal shards, and rank i *owns* shard i:
+
+    unit of 10 weights on 4 ranks    │ w0 w1 w2 │ w3 w4 w5 │ w6 w7 w8 │ w9  ·  · │   padded to 12
+                                        rank 0     rank 1     rank 2     rank 3
+
+    stage 1   the owner alone has master weights and moments    gradients: reduce-scatter, once a
+              of its shard, and updates it                      step; weights: all-gather, once
+    stage 2   … and the sum of the gradients                    reduce-scatter in each backward
+    stage 3   … and the weights: gathered for a unit's          and all-gather in each forward and
+              forward and backward, freed after it              each backward
+
+Bytes a parameter in mixed precision (bf16 weights, gradients of g bytes, 12 for AdamW in float32):
+
+    stage 0: 2 + g + 12    1: 2 + g + 12/n    2: 2 + (g + 12)/n    3: (2 + g + 12)/n + one unit
+
+Sent per rank for weights and gradients of Ψ bytes: all-reduce is reduce-scatter + all-gather, so
+stages 0, 1 and 2 send 2Ψ·(n−1)/n (stage 2: one Ψ more for each further micro-batch), and stage 3
+sends 3Ψ·(n−1)/n for each micro-batch. Activations are not sharded by any stage.
+
+Source: Rajbhandari et al., "ZeRO", 1910.02054, sections 5 and 7; Zhao et al., "PyTorch FSDP",
+2304.11277, section 3 (flat parameters, prefetching).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from picotron_edu.layout import describe, layout_of
+from picotron_edu.optim import keep_main_grads
+from picotron_edu.ranks import Axis, broadcast, reduce_scatter
+from picotron_edu.shards import Unit, units_of
+
+
+class Zero:
+    """`model = Zero(model, mesh.dp, stage=3)`, then `AdamW(model.named_parameters())`.
+
+    Its parameters are this rank's pieces, flat, with a layout that says of what: any optimizer that
+    treats elements alone works on them. `train.accumulate` calls no_sync() and finish() where they
+    belong. grad_dtype: of the gradients that are kept and sent, None for float32. prefetch: whether
+    stage 3 gathers a unit while the one before it computes.
+
+    All ranks must run the same modules in the same order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        axis: Axis,
+        stage: int,
+        grad_dtype: torch.dtype | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage={stage!r}: must be 1, 2 or 3")
+        self.module, self.axis, self.stage = module, axis, stage
+        for tensor in (*module.parameters(), *module.buffers()):
+            broadcast(tensor.detach(), axis)  # the ranks start equal, wherever weights came from
+        describe(module)
+        keep_main_grads(module)
+        needs = units_of(module, axis, stage, grad_dtype)
+        self.units = list(dict.fromkeys(unit for units in needs.values() for unit in units))
+        self.unit_of = {param: unit for unit in self.units for param in unit.params}
+        self.pieces = {layout_of(piece).name: piece for unit in self.units for piece in unit.pieces}
+        self.backward_order = [u for u in self.units[::-1] if u.params[0].requires_grad]
+        self.sent, self.syncing = 0, True
+        self.needs = needs
+        self.ahead = len(needs) if stage < 3 else int(prefetch)  # modules gathered for in advance
+        self.order: list[nn.Module] = []  # in which they ran first
+        self.direction = 1  # −1 in backward
+        self.going_back: set[Unit] = set()
+        for owner in needs:
+            owner.register_forward_pre_hook(self.before_forward)
+            owner.register_forward_hook(self.after_forward)
+        for unit in self.backward_order:
+            for param in unit.params:
+                param.register_post_accumulate_grad_hook(self.ready)
+        if stage == 3:
+            for unit in self.units:
+                unit.free()
+
+    # forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.direction = 1
+        for buffer in self.module.buffers():
+            broadcast(buffer, self.axis)
+        return self.module(*args, **kwargs)
+
+    def before_forward(self, owner: nn.Module, _: Any) -> None:
+        if owner not in self.order:
+            self.order.append(owner)
+        self.need(owner)
+
+    def after_forward(self, owner: nn.Module, _: Any, out: Any) -> None:
+        for unit in self.needs[owner]:
+            if self.stage == 3 and unit not in self.going_back:
+                unit.free()
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self.before_backward, owner))
+
+    def need(self, owner: nn.Module) -> None:
+        """Have a module's weights here, and those of the next ones on their way."""
+        at = self.order.index(owner)
+        for step in range(self.ahead + 1):
+            if 0 <= at + self.direction * step < len(self.order):
+                for unit in self.needs[self.order[at + self.direction * step]]:
+                    unit.gather()
+        for unit in self.needs[owner]:
+            unit.wait()
+
+    # backward
+
+    def before_backward(self, owner: nn.Module, _: Tensor) -> None:
+        """The gradient of a module's output is there, so that its own backward comes next."""
+        self.direction = -1
+        self.going_back.update(self.needs[owner])
+        self.need(owner)
+        for unit in self.needs[owner]:
+            unit.prepare_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all backward passes of a step but the last: stage 1 only adds up in here.
+
+        Stages 2 and 3 reduce in each one: nobody keeps a whole gradient from one to the next.
+        """
+        before, self.syncing = self.syncing, self.stage > 1
+        try:
+            yield
+        finally:
+            self.syncing = before
+        if self.stage > 1:
+            self.end_backward()
+
+    def ready(self, param: nn.Parameter) -> None:
+        """Backward calls this once a parameter, when its gradient is complete."""
+        if not self.syncing:
+            return
+        unit = self.unit_of[param]
+        if param not in unit.waiting:
+            raise RuntimeError(
+                f"{layout_of(param).name} got a second gradient that would not be summed over "
+                f"{self.axis.name}: call finish() after each step, and run all backward passes of "
+                f"a step but the last one in no_sync()"
+            )
+        unit.waiting.remove(param)
+        # in one order on all ranks: a unit leaves when it and all before it are complete
+        while self.sent < len(self.backward_order):
+            if self.backward_order[self.sent].waiting:
+                break
+            self.reduce(self.backward_order[self.sent])
+
+    @torch.no_grad()
+    def reduce(self, unit: Unit) -> None:
+        """Start to sum a unit's gradients over the ranks, each shard to its owner."""
+        unit.prepare_grad()
+        assert unit.grad is not None
+        for param in unit.params:
+            if param.main_grad is None:  # type: ignore[attr-defined]  # took no part on this rank
+                param.grad_home.zero_()  # type: ignore[attr-defined]
+        if self.stage > 1 and self.sent > 0:
+            self.collect(self.backward_order[self.sent - 1])  # its memory is wanted back
+        unit.reducing = reduce_scatter(unit.grad, self.axis, async_op=True, label=unit.label)
+        if self.stage == 3:
+            unit.free()
+            self.going_back.discard(unit)
+        self.sent += 1
+
+    @torch.no_grad()
+    def collect(self, unit: Unit) -> None:
+        """Add what the ranks have sent to the shard, and give up the whole gradient."""
+        if unit.reducing is None or unit.grad is None:
+            return
+        summed, unit.reducing = unit.reducing.wait(), None
+        if self.stage == 1:
+            unit.shard_grad = unit.grad[unit.own].copy_(summed)
+        elif unit.shard_grad is None:
+            unit.shard_grad = summed
+        else:
+            unit.shard_grad += summed
+        unit.grad, unit.waiting = None, set(unit.params)
+        for param in unit.params:
+            param.main_grad = param.grad_home = None  # type: ignore[attr-defined]
+
+    def end_backward(self) -> None:
+        """What has not left yet leaves now: units of which a parameter took no part."""
+        for unit in self.backward_order[self.sent :]:
+            self.reduce(unit)
+        for unit in self.backward_order:
+            self.collect(unit)
+        self.sent, self.direction = 0, 1
+        self.going_back.clear()
+        if self.stage == 3:
+            for unit in self.units:
+                unit.free()
+
+    def finish(self) -> None:
+        """Each piece has its complete gradient when this returns; the optimizer may step."""
+        self.end_backward()
+        for unit in self.backward_order:
+            unit.hand_out()
+        for unit in self.units:
+            unit.present = False  # the owners are about to change their shards
+
+    # what an optimizer and a trainer see
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self.pieces.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and piece of each parameter that is trained."""
+        return iter(self.pieces.items())
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The plain module with all its weights, to save or to look at; nothing may be changed."""
+        for unit in self.units:
+            unit.wait()
+        yield self.module
+        if self.stage == 3:
+            for unit in self.units:
+                unit.free()
