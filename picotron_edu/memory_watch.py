@@ -12,6 +12,8 @@
           │  ██████████████████████████████    parameters
           └──forward────┴─backward──┴optimizer
 
+What a `recompute` span makes (chapter 02) is an activation from the start, for as long as it lives.
+
 Two hooks of PyTorch see everything. A dispatch mode is called at each operation: a new piece of
 memory (a storage) is noted with a weak reference, which tells when it is freed. Hooks on saved
 tensors are called when autograd puts something by: those storages are the activations. Which phase
@@ -81,8 +83,7 @@ class Phases(Recorder):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        self.watch.begins(name)
-        with super().span(name):
+        with self.watch.phase(name), super().span(name):
             yield
 
 
@@ -102,6 +103,8 @@ class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
         self.alive_bytes = 0
         self.kept: Counter[int] = Counter()  # by address: how many saved tensors look at it
         self.kept_bytes = 0
+        self.recomputing = False
+        self.made_again: dict[int, int] = {}  # by address: bytes made by a recompute, and alive
         self.states_bytes, self.known_moments = 0, -1
         for param in self.params:
             self.note(param)
@@ -125,9 +128,18 @@ class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
         self.saving.__exit__(*error)
         CURRENT.reset(self.before)
 
-    def begins(self, event: str) -> None:
-        self.step += event == "forward" and self.event == "optimizer"
-        self.event = event
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A span begins; a recompute is a part of the backward phase in which it happens."""
+        outer = self.recomputing
+        self.recomputing = outer or name == "recompute"
+        if not self.recomputing:
+            self.step += name == "forward" and self.event == "optimizer"
+            self.event = name
+        try:
+            yield
+        finally:
+            self.recomputing = outer
 
     def note(self, tensor: Tensor) -> bool:
         """Whether this memory is new; from now on it counts as alive until it is freed."""
@@ -138,12 +150,15 @@ class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
             return False
         self.alive_bytes += nbytes - (known[1] if known else 0)
         self.alive[address] = ref(storage, lambda gone: self.forget(address, gone)), nbytes
+        if self.recomputing:
+            self.made_again[address] = nbytes
         return True
 
     def forget(self, address: int, gone: "ref[torch.UntypedStorage]") -> None:
         known = self.alive.get(address)
         if known and known[0] is gone:  # else the address belongs to somebody else by now
             self.alive_bytes -= self.alive.pop(address)[1]
+            self.made_again.pop(address, None)
 
     def keep(self, tensor: Tensor) -> Kept:
         self.note(tensor)
@@ -183,7 +198,7 @@ class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
             "parameters": sum(self.weights.values()),
             "optimizer_states": self.states_bytes,
             "gradients": sum(dict(map(piece_of, grads)).values()),
-            "activations": self.kept_bytes,
+            "activations": self.kept_bytes + sum(self.made_again.values()),
         }
         return Moment(self.step, self.event, **named, other=self.alive_bytes - sum(named.values()))
 

@@ -119,7 +119,7 @@ class Call:
         args, kept = list(self.args), self.inputs.grad_fn.saved_tensors
         for place, tensor in zip(self.places, kept):
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
-        hooks = saved_tensors_hooks(collect, lambda _: None)
+        hooks = saved_tensors_hooks(collect, lambda kept: kept)
         with span("recompute"), torch.enable_grad(), suppress(Enough), hooks:
             self.fn(*args)
         if len(found) < len(self.dropped):

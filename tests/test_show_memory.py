@@ -140,8 +140,10 @@ def test_recomputing_keeps_less_and_nothing_but_activations_changes():
     none, selective, full = kept("none"), kept("selective"), kept("full")
     assert none[1] == selective[1] == full[1]
     assert none[0].pop("attention scores") == 2 * 32 * 8192**2 * 32  # bytes · heads · S² · layers
-    assert none[0] == selective[0]
-    assert full[0].pop("inputs of other layers") == 2 * 8192 * 4096 * 31
+    log_sum_exp = 4 * 32 * 8192 * 32  # of fused attention alone
+    assert none[0].pop("attention") == selective[0]["attention"] - log_sum_exp
+    assert none[0] == {name: value for name, value in selective[0].items() if name != "attention"}
+    assert full[0].pop("inputs of the layers") == 2 * 8192 * 4096 * 32
     assert full[0]["feed-forward"] == selective[0]["feed-forward"] / 32
     with pytest.raises(ValueError, match="recompute is none, selective or full, got 'some'"):
         kept("some")

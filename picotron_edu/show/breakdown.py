@@ -6,11 +6,10 @@ gathered under the names a reader looks for. Three ways to keep activations:
     none        the attention scores are kept, one number per pair of tokens and head: S² grows fast
     selective   the scores are computed again in the backward pass; FlashAttention does that by
                 itself, and so does the model of this course: this is what it really keeps
-    full        only the input of each layer is kept, and the layer at work is computed again
+    full        only the input of each layer is kept; what the layer at work makes again is added
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,11 +20,13 @@ from picotron_edu.presets import LlamaConfig
 # A word in the name of a tensor kept by `memory.activations` tells its group; the first counts.
 GROUPS = (
     ("norm", "norms"),
+    ("attention weights", "attention scores"),
     ("attention", "attention"),
     ("query", "attention"),
     ("key", "attention"),
     ("gate", "feed-forward"),
     ("probabilities", "vocabulary loss"),
+    ("block input", "inputs of the layers"),
     ("", "tokens and positions"),
 )
 
@@ -66,16 +67,13 @@ def memory_breakdown(
 def _activations(
     config: LlamaConfig, batch: int, sequence: int, dtype: torch.dtype, recompute: str, gpu: bool
 ) -> dict[str, float]:
-    layers = config.num_hidden_layers
-    at_work = replace(config, num_hidden_layers=1) if recompute == "full" else config
+    sizes = config, batch, sequence, dtype, gpu
+    if recompute == "full":
+        kept = memory.activations(*sizes, "full") + memory.made_again(*sizes, "full")
+    else:
+        kept = memory.activations(*sizes, scores=recompute == "none")
     found: dict[str, float] = {}
-    for kept in memory.activations(at_work, batch, sequence, dtype, gpu):
-        group = next(group for word, group in GROUPS if word in kept.name)
-        found[group] = found.get(group, 0) + kept.total
-    if recompute == "none":
-        scores = batch * config.num_attention_heads * sequence**2
-        found["attention scores"] = dtype.itemsize * scores * layers
-    if recompute == "full" and layers > 1:
-        layer_input = dtype.itemsize * batch * sequence * config.hidden_size
-        found["inputs of other layers"] = (layers - 1) * layer_input
+    for each in kept:
+        group = next(group for word, group in GROUPS if word in each.name)
+        found[group] = found.get(group, 0) + each.total
     return found
