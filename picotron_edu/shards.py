@@ -29,6 +29,12 @@ class Unit:
         self, name: str, params: list[nn.Parameter], axis: Axis, stage: int, grad_dtype: Any
     ) -> None:
         self.name, self.params, self.axis = name, params, axis
+        self.trained = params[0].requires_grad  # as all others of the unit
+        for param in params:
+            layout = layout_of(param)
+            if axis in layout.partial_over:
+                raise ValueError(f"{layout.name} is summed over {axis.name} already: wrap once")
+            attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
         self.ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
         self.length = -(-self.ends[-1] // axis.size)  # of a shard: rounded up
         self.own = slice(axis.index * self.length, (axis.index + 1) * self.length)
@@ -61,15 +67,17 @@ class Unit:
         piece = nn.Parameter(self.shard[:0] if mine is None else mine, param.requires_grad)
         piece.main_grad = None  # type: ignore[attr-defined]
         layout, cut = layout_of(param), FlatCut(self.axis, first - start, last - start)
-        over = (*layout.partial_over, self.axis)
-        return attach(piece, replace(layout, flat=cut, partial_over=over))
+        return attach(piece, replace(layout, flat=cut))
 
     def gather(self) -> None:
-        """Start to bring the weights together, if they are not here and not on their way."""
+        """Start to bring the weights together, if they are not here and not on their way.
+
+        Where the shard is a part of `full`, it is in its place already.
+        """
         if not self.present and self.gathering is None:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
             self.gathering = all_gather(
-                self.shard.clone(), self.axis, out=self.full, async_op=True, label=self.label
+                self.shard, self.axis, out=self.full, async_op=True, label=self.label
             )
 
     def wait(self) -> None:
@@ -80,21 +88,30 @@ class Unit:
             for param, view in zip(self.params, self.views(self.full)):
                 param.data = view
 
+    def expire(self) -> None:
+        """What is in `full` is out of date, or will be soon; also what is still on its way."""
+        if self.gathering is not None:
+            self.wait()
+        self.present = False
+
     def free(self) -> None:
         """Give the memory of the full weights back; what autograd has kept of them is refilled."""
-        self.wait() if self.gathering else None
-        self.present = False
+        self.expire()
         for param in self.params:
             param.data = self.full[:0]  # an empty tensor: whoever reads it now sees that
         self.full.untyped_storage().resize_(0)
 
-    def prepare_grad(self) -> None:
-        """A place for the gradients of the coming backward."""
-        if self.grad is None and self.params[0].requires_grad:
+    def prepare_grad(self) -> Tensor:
+        """The place for the gradients of the coming backward."""
+        if self.grad is None:
             self.grad = self.full.new_empty(self.axis.size * self.length, dtype=self.grad_dtype)
             self.grad[self.ends[-1] :] = 0  # the padding
             for param, view in zip(self.params, self.views(self.grad)):
                 param.grad_home = view  # type: ignore[attr-defined]
+                early = param.main_grad  # type: ignore[attr-defined]
+                if early is not None:  # another module than the unit's own has used the weight
+                    param.main_grad = view.copy_(early)  # type: ignore[attr-defined]
+        return self.grad
 
     def hand_out(self) -> None:
         """To each piece its part of the shard's gradient; zeroing the pieces' frees the memory."""
@@ -103,9 +120,10 @@ class Unit:
         for piece, part in zip(
             self.pieces, self.shard_grad.split_with_sizes([*sizes, self.length - sum(sizes)])
         ):
-            piece.main_grad = part  # type: ignore[attr-defined]
             if part.dtype == piece.dtype:
                 piece.grad = part  # where torch's own optimizers look
+            else:
+                piece.main_grad = part  # type: ignore[attr-defined]
         self.shard_grad = None
 
     @property

@@ -30,6 +30,7 @@ Source: Rajbhandari et al., "ZeRO", 1910.02054, sections 5 and 7; Zhao et al., "
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from picotron_edu.optim import keep_main_grads
 from picotron_edu.ranks import Axis, broadcast, reduce_scatter
 from picotron_edu.shards import Unit, units_of
 
+PLAIN = (bool, int, float, str, NoneType)  # what a module may return beside tensors
+
 
 class Zero:
     """`model = Zero(model, mesh.dp, stage=3)`, then `AdamW(model.named_parameters())`.
@@ -50,7 +53,7 @@ class Zero:
     belong. grad_dtype: of the gradients that are kept and sent, None for float32. prefetch: whether
     stage 3 gathers a unit while the one before it computes.
 
-    All ranks must run the same modules in the same order.
+    In stage 3 all ranks must run the same modules in the same order.
     """
 
     def __init__(
@@ -68,18 +71,17 @@ class Zero:
             broadcast(tensor.detach(), axis)  # the ranks start equal, wherever weights came from
         describe(module)
         keep_main_grads(module)
-        needs = units_of(module, axis, stage, grad_dtype)
-        self.units = list(dict.fromkeys(unit for units in needs.values() for unit in units))
+        self.needs = units_of(module, axis, stage, grad_dtype)  # of each module, while it runs
+        self.units = list(dict.fromkeys(unit for units in self.needs.values() for unit in units))
         self.unit_of = {param: unit for unit in self.units for param in unit.params}
         self.pieces = {layout_of(piece).name: piece for unit in self.units for piece in unit.pieces}
-        self.backward_order = [u for u in self.units[::-1] if u.params[0].requires_grad]
+        self.backward_order = [unit for unit in self.units[::-1] if unit.trained]
         self.sent, self.syncing = 0, True
-        self.needs = needs
-        self.ahead = len(needs) if stage < 3 else int(prefetch)  # modules gathered for in advance
-        self.order: list[nn.Module] = []  # in which they ran first
+        self.prefetch = prefetch and stage == 3
+        self.order: list[nn.Module] = []  # in which the modules ran first
         self.direction = 1  # −1 in backward
         self.going_back: set[Unit] = set()
-        for owner in needs:
+        for owner in self.needs:
             owner.register_forward_pre_hook(self.before_forward)
             owner.register_forward_hook(self.after_forward)
         for unit in self.backward_order:
@@ -95,6 +97,8 @@ class Zero:
         self.direction = 1
         for buffer in self.module.buffers():
             broadcast(buffer, self.axis)
+        for unit in self.units if self.stage < 3 else ():
+            unit.gather()  # they arrive while the first modules compute
         return self.module(*args, **kwargs)
 
     def before_forward(self, owner: nn.Module, _: Any) -> None:
@@ -106,17 +110,23 @@ class Zero:
         for unit in self.needs[owner]:
             if self.stage == 3 and unit not in self.going_back:
                 unit.free()
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self.before_backward, owner))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad:
+                    leaf.register_hook(partial(self.before_backward, owner))
+            elif torch.is_grad_enabled() and not isinstance(leaf, PLAIN):
+                raise TypeError(
+                    f"{self.needs[owner][0].name} returned a {type(leaf).__name__}, in which ZeRO "
+                    f"finds no tensors: return tensors, or tuples, lists or dicts of them"
+                )
 
     def need(self, owner: nn.Module) -> None:
-        """Have a module's weights here, and those of the next ones on their way."""
-        at = self.order.index(owner)
-        for step in range(self.ahead + 1):
-            if 0 <= at + self.direction * step < len(self.order):
-                for unit in self.needs[self.order[at + self.direction * step]]:
-                    unit.gather()
+        """Have a module's weights here, and with prefetch those of the next one on their way."""
+        after = self.order.index(owner) + self.direction
+        ahead = self.order[after : after + 1] if self.prefetch and after >= 0 else []
+        for module in [owner, *ahead]:
+            for unit in self.needs[module]:
+                unit.gather()
         for unit in self.needs[owner]:
             unit.wait()
 
@@ -128,7 +138,8 @@ class Zero:
         self.going_back.update(self.needs[owner])
         self.need(owner)
         for unit in self.needs[owner]:
-            unit.prepare_grad()
+            if unit.trained:
+                unit.prepare_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -165,14 +176,13 @@ class Zero:
     @torch.no_grad()
     def reduce(self, unit: Unit) -> None:
         """Start to sum a unit's gradients over the ranks, each shard to its owner."""
-        unit.prepare_grad()
-        assert unit.grad is not None
+        whole = unit.prepare_grad()
         for param in unit.params:
             if param.main_grad is None:  # type: ignore[attr-defined]  # took no part on this rank
                 param.grad_home.zero_()  # type: ignore[attr-defined]
+        unit.reducing = reduce_scatter(whole, self.axis, async_op=True, label=unit.label)
         if self.stage > 1 and self.sent > 0:
             self.collect(self.backward_order[self.sent - 1])  # its memory is wanted back
-        unit.reducing = reduce_scatter(unit.grad, self.axis, async_op=True, label=unit.label)
         if self.stage == 3:
             unit.free()
             self.going_back.discard(unit)
@@ -208,11 +218,16 @@ class Zero:
 
     def finish(self) -> None:
         """Each piece has its complete gradient when this returns; the optimizer may step."""
+        for param, unit in self.unit_of.items():
+            if param.requires_grad != unit.trained:
+                raise ValueError(
+                    f"{layout_of(param).name} was {'trainable' if unit.trained else 'frozen'} when "
+                    f"the model was wrapped: set requires_grad before Zero(model, …)"
+                )
         self.end_backward()
         for unit in self.backward_order:
             unit.hand_out()
-        for unit in self.units:
-            unit.present = False  # the owners are about to change their shards
+            unit.expire()  # the owners are about to change their shards
 
     # what an optimizer and a trainer see
 
@@ -228,7 +243,8 @@ class Zero:
         """The plain module with all its weights, to save or to look at; nothing may be changed."""
         for unit in self.units:
             unit.wait()
-        yield self.module
-        if self.stage == 3:
-            for unit in self.units:
+        try:
+            yield self.module
+        finally:
+            for unit in self.units if self.stage == 3 else ():
                 unit.free()
