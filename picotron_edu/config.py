@@ -44,6 +44,9 @@ class TrainConfig:
         "bucketed", "how ranks that share a batch sum their gradients"
     )
     bucket_mb: float = flag(25.0, "size of a bucket of gradients, in 10^6 bytes")
+    zero: Literal[0, 1, 2, 3] = flag(
+        0, "ZeRO stage in which they share the states (0: each has all of them)"
+    )
     recompute: Literal["none", "selective", "full"] = flag(
         "none", "which activations to drop in forward and make again in backward"
     )
@@ -59,7 +62,7 @@ class TrainConfig:
         for name in ("lr", "max_grad_norm", "bucket_mb"):
             check_number(name, getattr(self, name))
         check_number("weight_decay", self.weight_decay, zero=True)
-        for name in ("precision", "device", "data_parallel"):
+        for name in ("precision", "device", "data_parallel", "zero"):
             check_choice(name, getattr(self, name), get_args(get_type_hints(TrainConfig)[name]))
         longest = self.shape(vocab_size=256).max_position_embeddings
         if self.sequence_length > longest:

@@ -32,7 +32,7 @@ def check_number(name: str, value: object, zero: bool = False) -> None:
         raise ValueError(f"{name} must be a number {allowed}, got {value!r}")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         allowed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

@@ -4,6 +4,7 @@ convention."""
 import sys
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -36,11 +37,16 @@ class StepRecord:
 
 @dataclass
 class History:
-    """The records of a run, in order: `history[0].loss`, `for record in history`, `.losses`."""
+    """The records of a run, in order: `history[0].loss`, `for record in history`, `.losses`.
+
+    model: the plain one. trained: as it trained, DataParallel, Zero or the plain one; under ZeRO-3
+    it alone has the weights, and `with trained.whole():` brings them into the plain one.
+    """
 
     model: Llama
     data: TextData
     peak: Peak
+    trained: Any
     records: list[StepRecord] = field(default_factory=list)
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, cosine_lr, keep_main_grads
 from picotron_edu.presets import check_count, check_number
 from picotron_edu.report import History, Progress, StepRecord, peak_memory
+from picotron_edu.zero import Zero
 
 __all__ = [
     "Diverged",
@@ -95,7 +97,7 @@ def train_step(
     """
     loss = accumulate(model, batch, micro_batch_size, total)
     with ranks.span("optimizer"):
-        grad_norm = clip_by_global_norm(model.parameters(), max_grad_norm)
+        grad_norm = clip_by_global_norm(model.parameters(), max_grad_norm, ranks.all_reduce)
         if not (loss.isfinite() & grad_norm.isfinite()):
             raise Diverged(f"loss is {loss.item():.3g}, gradient norm {grad_norm.item():.3g}")
         optimizer.step(lr)
@@ -141,10 +143,14 @@ def build_model(config: TrainConfig, vocab_size: int) -> Llama:
     return model
 
 
-def spread(model: Llama, config: TrainConfig, dp: ranks.Axis | None) -> nn.Module:
+def spread(model: Llama, config: TrainConfig, dp: ranks.Axis | None) -> Any:
     """The model as it trains on its ranks; without an axis it trains alone, as it is."""
     if dp is None:
+        if config.zero:
+            raise ValueError(f"zero={config.zero} needs dp: the axis to share the states over")
         return model
+    if config.zero:
+        return Zero(model, dp, config.zero)
     return DataParallel(model, dp, config.data_parallel, config.bucket_mb)
 
 
@@ -166,10 +172,10 @@ def train(
     model = build_model(config, data.vocab_size)
     trained = spread(model, config, dp)
     device = model.lm_head.weight.device
-    optimizer = AdamW(model.named_parameters(), weight_decay=config.weight_decay)
+    optimizer = AdamW(trained.named_parameters(), weight_decay=config.weight_decay)
     tokens = data.global_batch_size * data.sequence_length
     work = flops.model_flops(model.config, data.global_batch_size, data.sequence_length)
-    history = History(model, data, flops.peak_of(device, config.dtype))
+    history = History(model, data, flops.peak_of(device, config.dtype), trained)
 
     with Progress(config.steps, shown=progress) as bar:
         for step in range(config.steps):
