@@ -62,7 +62,7 @@ class TrainConfig:
         for name in ("lr", "max_grad_norm", "bucket_mb"):
             check_number(name, getattr(self, name))
         check_number("weight_decay", self.weight_decay, zero=True)
-        for name in ("precision", "device", "data_parallel", "zero"):
+        for name in ("precision", "recompute", "device", "data_parallel", "zero"):
             check_choice(name, getattr(self, name), get_args(get_type_hints(TrainConfig)[name]))
         longest = self.shape(vocab_size=256).max_position_embeddings
         if self.sequence_length > longest:

@@ -202,10 +202,12 @@ def apply(model: nn.Module, policy: Policy, layers: Sequence[int] | None = None)
 
     "full": a block keeps its input. "selective": attention keeps q, k and v. "none": everything.
     `layers` are the numbers of the blocks meant (default: all); the others keep everything.
-    Raises ValueError for an unknown policy or number.
+    Raises ValueError for an unknown policy or number, or if there is no block.
     """
     check_choice("policy", policy, get_args(Policy))
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if not blocks:
+        raise ValueError(f"model must hold blocks of a Llama, got {type(model).__name__} without")
     chosen = range(len(blocks)) if layers is None else layers
     for layer in chosen:
         if layer not in range(len(blocks)):
@@ -231,11 +233,9 @@ def scores_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
     `block.self_attn.attend = scores_attention` shows the S² that "selective" was invented for. (The
     model's own attention is fused: it stores no table and makes the scores again in its kernel.)
     """
-    S, K, d = q_BHSd.shape[2], k_BKSd.shape[1], q_BHSd.shape[3]
-    q_BKRd = q_BHSd.reshape(
-        -1, K, q_BHSd.shape[1] // K * S, d
-    )  # rows of all heads that share a key
-    scores_BHST = (q_BKRd @ k_BKSd.transpose(2, 3)).view(*q_BHSd.shape[:3], S) / math.sqrt(d)
-    future_ST = torch.full((S, S), -math.inf, dtype=q_BHSd.dtype, device=q_BHSd.device).triu(1)
-    weights_BHST = (scores_BHST + future_ST).softmax(dim=-1)
-    return (weights_BHST.reshape(-1, K, q_BKRd.shape[2], S) @ v_BKSd).view(q_BHSd.shape)
+    (B, H, S, d), K = q_BHSd.shape, k_BKSd.shape[1]
+    R = H // K * S  # rows: the queries of all heads that share a key, so that keys need no copies
+    scores_BHSS = (q_BHSd.reshape(B, K, R, d) @ k_BKSd.transpose(2, 3)).view(B, H, S, S)
+    future_SS = torch.full_like(scores_BHSS[0, 0], -math.inf).triu(1)
+    weights_BHSS = (scores_BHSS / math.sqrt(d) + future_SS).softmax(dim=-1)
+    return (weights_BHSS.view(B, K, R, S) @ v_BKSd).view(B, H, S, d)
