@@ -74,10 +74,27 @@ def hardware_flops(
     recompute: Literal["none", "selective", "full"] = "none",
     causal: bool = True,
 ) -> Flops:
-    """What runs when activations are recomputed: attention (selective) or all, once more."""
+    """With recomputation, as papers count: attention (selective) or the forward pass once more."""
     once = forward_flops(config, batch, sequence, causal)
     again = {"none": (3, 3), "selective": (3, 4), "full": (4, 4)}[recompute]
     return Flops(once.weights * again[0], once.attention * again[1])
+
+
+def recomputed_flops(
+    config: LlamaConfig,
+    batch: int,
+    sequence: int,
+    recompute: Literal["none", "selective", "full"],
+    causal: bool = True,
+) -> Flops:
+    """What `recompute.py` really runs again, which is less: the head is in no block, and a block is
+    stopped at its last matmul (down), whose inputs are all that its gradient needs."""
+    if recompute == "none":
+        return Flops(0.0, 0.0)
+    once = forward_flops(config, batch, sequence, causal)
+    down = config.num_hidden_layers * config.hidden_size * config.intermediate_size
+    stopped = 2.0 * (down + config.hidden_size * config.vocab_size) * batch * sequence
+    return Flops(once.weights - stopped if recompute == "full" else 0.0, once.attention)
 
 
 @dataclass(frozen=True)

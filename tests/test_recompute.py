@@ -286,18 +286,25 @@ def test_nested_calls_give_the_same_bits():
     assert torch.equal(x.grad, y.grad)
 
 
-def test_nesting_keeps_fewer_inputs():
-    """Of 64 steps in a row: 64 inputs in one row of calls, 8 in 8 calls of 8; nested, those of the
-    7 other inner calls come on top while backward is in an outer one."""
-    size = 1000
-    tensor = 4 * size
+def most_alive(fn, x):
+    """Most bytes of activations at one moment of a step, those made again included."""
+    model = nn.Linear(1, 1, bias=False)
+    describe(model)
+    with MemoryWatch(model, AdamW(model.named_parameters())) as watch:
+        with span("forward"):
+            y = fn(x).sum()
+        with span("backward"):
+            y.backward()
+    return max(moment.activations for moment in watch)
 
-    def step(x):
-        return x.sin().sin()  # keeps x and x.sin()
+
+def test_nesting_keeps_fewer_inputs():
+    """64 steps in a row of calls keep 64 inputs. As 8 calls of 8 calls they keep 8, and 8 more
+    while backward is in one of the outer calls."""
 
     def eight(x, call):
         for _ in range(8):
-            x = call(step, x)
+            x = call(lambda x: x.sin().sin(), x)
         return x
 
     def row(x):
@@ -310,22 +317,30 @@ def test_nesting_keeps_fewer_inputs():
             x = checkpoint(partial(eight, call=checkpoint), x)
         return x
 
-    def most_alive(fn):
-        x = torch.zeros(size, requires_grad=True)
-        model = nn.Linear(1, 1, bias=False)
-        with MemoryWatch(model, AdamW(describe_(model))) as watch:
-            with span("forward"):
-                y = fn(x).sum()
-            with span("backward"):
-                y.backward()
-        return max(moment.activations for moment in watch)
+    tensor = 4 * 1000
+    in_a_row, in_two_levels = (
+        most_alive(fn, torch.zeros(1000, requires_grad=True)) for fn in (row, nested)
+    )
+    assert in_a_row == pytest.approx(64 * tensor, rel=0.1)
+    assert in_two_levels <= (8 + 8 + 3) * tensor
 
-    def describe_(model):
-        describe(model)
-        return model.named_parameters()
 
-    assert most_alive(row) == pytest.approx(64 * tensor, rel=0.1)
-    assert most_alive(nested) <= (8 + 8 + 3) * tensor
+def test_what_was_made_again_goes_as_backward_uses_it():
+    def fn(x):
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+    x, model = torch.ones(1000, requires_grad=True), nn.Linear(1, 1, bias=False)
+    describe(model)
+    with MemoryWatch(model, AdamW(model.named_parameters())) as watch:
+        with span("forward"):
+            y = checkpoint(fn, x)
+        with span("backward"):
+            y.sum().backward()
+    backward = [m.activations for m in watch if m.event == "backward"]
+    assert max(backward) == 8 * 4000
+    assert backward[-1] <= 2 * 4000
 
 
 # ---- a function that is not the same again -------------------------------------------------------

@@ -59,6 +59,7 @@ _WORDS = (
     ("weight", "weight gradient"),
     ("optim", "optimizer"),
     ("adam", "optimizer"),
+    ("recompute", "forward"),
     ("back", "backward"),
     ("forward", "forward"),
     ("loss", "forward"),
