@@ -1,7 +1,7 @@
 """Data parallelism: every rank has the whole model and a part of the batch; gradients are summed.
 
     rank 0   rows 0, 1   forward   backward ─ grad ─┐
-                                                    ├─ all-reduce ─▶ the same gradient, the same step
+                                                    ├─ all-reduce ─▶ equal gradients, equal steps
     rank 1   rows 2, 3   forward   backward ─ grad ─┘
 
 The ranks start equal, add the same gradient, and stay equal: n ranks train like one, on an n times
@@ -16,8 +16,9 @@ larger batch or in an n-th of the time. Three ways to do the same sums, each a f
     overlap              │ 3 │     │ 2 │     │ 1 │     │ 0 │             only the last is exposed
 
 Sent by each rank and step, however many micro-batches: 2(n−1)/n times the bytes of the gradients,
-which are float32 here (4 bytes a parameter). Memory: as on one rank; the buckets *are* the main
-gradients, so that nothing is copied to be sent.
+which are float32 here (4 bytes a parameter). Memory: nothing is divided, each rank holds it all.
+The buckets *are* the main gradients, so that nothing is copied to be sent; but they stay from step
+to step, where one rank has room for more activations until backward begins.
 
 *Summed*, not averaged: each rank divides its loss by the number of counted tokens of the global
 batch (`train.accumulate`). A mean over ranks of means over their tokens would weigh the tokens of
@@ -28,7 +29,7 @@ Source: Li et al., "PyTorch Distributed", 2006.15704, section 3.2 (buckets, hook
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -47,21 +48,21 @@ class Bucket:
 
     params: list[nn.Parameter]
     flat: Tensor
-    waiting: set[nn.Parameter] = field(default_factory=set)  # whose gradient is not complete
+    waiting: set[nn.Parameter]  # whose gradient is not complete
     handle: Handle | None = None  # its message, once it is under way
 
 
 def fill_buckets(params: Sequence[nn.Parameter], max_bytes: float) -> list[Bucket]:
     """Parameters of one type, in this order, together while they fit; each has its place there."""
     groups: list[list[nn.Parameter]] = []
+    kind, filled = None, 0
     for param in params:
-        together = [*(groups[-1] if groups else []), param]
-        alike = len({(main_dtype(p), p.device) for p in together}) == 1
-        size = sum(p.numel() * main_dtype(p).itemsize for p in together)
-        if groups and alike and size <= max_bytes:
-            groups[-1].append(param)
-        else:
-            groups.append([param])
+        size = param.numel() * main_dtype(param).itemsize
+        if kind != (main_dtype(param), param.device) or filled + size > max_bytes:
+            kind, filled = (main_dtype(param), param.device), 0
+            groups.append([])
+        groups[-1].append(param)
+        filled += size
     buckets = []
     for group in groups:
         sizes = [p.numel() for p in group]
@@ -101,6 +102,8 @@ class DataParallel(nn.Module):
         params = [param for param in module.parameters() if param.requires_grad]
         for param in params:
             layout = layout_of(param)
+            if axis in layout.partial_over:
+                raise ValueError(f"{layout.name} is summed over {axis.name} already: wrap once")
             attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
             param.register_post_accumulate_grad_hook(self.ready)
         self.syncing = True
@@ -131,22 +134,22 @@ class DataParallel(nn.Module):
 
     def ready(self, param: nn.Parameter) -> None:
         """Backward calls this once a parameter, when its gradient is complete."""
-        if not self.syncing:
-            return
         bucket = self.bucket_of[param]
         if param not in bucket.waiting:
             raise RuntimeError(
-                f"{layout_of(param).name} got a second gradient that would not be summed over "
-                f"{self.axis.name}: call finish() after each step, and run all backward passes of "
-                f"a step but the last one in no_sync()"
+                f"{layout_of(param).name} got a gradient after its sum over {self.axis.name} had "
+                f"begun: call finish() after each step, and run all backward passes of a step but "
+                f"the last one in no_sync()"
             )
+        if not self.syncing:
+            return
         bucket.waiting.remove(param)
         if self.seen is not None:
             self.seen.append(param)
+        if self.mode == "naive":
+            return
         # in one order on all ranks: a bucket leaves when it and all before it are complete
-        while self.mode != "naive" and self.sent < len(self.buckets):
-            if self.buckets[self.sent].waiting:
-                break
+        while self.sent < len(self.buckets) and not self.buckets[self.sent].waiting:
             self.send(self.buckets[self.sent])
 
     def send(self, bucket: Bucket) -> None:
@@ -160,12 +163,17 @@ class DataParallel(nn.Module):
     def finish(self) -> None:
         """All gradients are complete and equal on all ranks when this returns.
 
-        Also those that have not left yet: of parameters that took no part (their gradient is
-        zero), and of a step whose last backward was not known to be the last.
+        Also those that have not left yet: of parameters that took no part (their gradient is zero,
+        since another rank may have used them), and of a step whose last backward was not known to
+        be the last.
         """
         for name, param in self.module.named_parameters():
-            if param.requires_grad and param not in self.bucket_of:
-                raise ValueError(f"{name} was frozen when the model was wrapped: wrap it anew")
+            if param.requires_grad != (param in self.bucket_of):
+                then = "frozen" if param.requires_grad else "trainable"
+                raise ValueError(
+                    f"{name} was {then} when the model was wrapped, and is not any more: set "
+                    f"requires_grad before DataParallel(model, …)"
+                )
         for bucket in self.buckets[self.sent :]:
             self.send(bucket)
         for bucket in self.buckets:
