@@ -43,7 +43,7 @@ def keep_main_grads(model: nn.Module) -> None:
     A technique may say where the main gradient shall lie: in `param.grad_home`.
     """
     for param in model.parameters():
-        if not hasattr(param, "main_grad"):
+        if param.requires_grad and not hasattr(param, "main_grad"):
             param.main_grad = None  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(add_to_main_grad)
 

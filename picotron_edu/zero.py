@@ -65,7 +65,7 @@ class Zero:
         prefetch: bool = True,
     ) -> None:
         if stage not in (1, 2, 3):
-            raise ValueError(f"stage={stage!r}: must be 1, 2 or 3")
+            raise ValueError(f"stage={stage!r}: must be 1, 2 or 3 (0 is DataParallel)")
         self.module, self.axis, self.stage = module, axis, stage
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(tensor.detach(), axis)  # the ranks start equal, wherever weights came from
@@ -74,8 +74,9 @@ class Zero:
         self.needs = units_of(module, axis, stage, grad_dtype)  # of each module, while it runs
         self.units = list(dict.fromkeys(unit for units in self.needs.values() for unit in units))
         self.unit_of = {param: unit for unit in self.units for param in unit.params}
-        self.pieces = {layout_of(piece).name: piece for unit in self.units for piece in unit.pieces}
-        self.backward_order = [unit for unit in self.units[::-1] if unit.trained]
+        trained = [unit for unit in self.units if unit.trained]
+        self.pieces = {layout_of(piece).name: piece for unit in trained for piece in unit.pieces}
+        self.backward_order = trained[::-1]
         self.sent, self.syncing = 0, True
         self.prefetch = prefetch and stage == 3
         self.order: list[nn.Module] = []  # in which the modules ran first
@@ -229,13 +230,12 @@ class Zero:
             unit.hand_out()
             unit.expire()  # the owners are about to change their shards
 
-    # what an optimizer and a trainer see
+    # what an optimizer and a trainer see: this rank's pieces of what is trained
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.pieces.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and piece of each parameter that is trained."""
         return iter(self.pieces.items())
 
     @contextmanager
