@@ -56,8 +56,9 @@ CPU = torch.device("cpu")
 def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)`, of which only the tensors among `args` are kept for the backward pass.
 
-    `fn` must do the same when it is called again with the same arguments, else backward raises
-    RuntimeError. It may draw torch's random numbers, and may itself call `checkpoint`.
+    `fn` must do the same when it is called again with the same arguments: what it reads must not
+    change before backward. Where that can be seen, backward raises RuntimeError. `fn` may draw
+    torch's random numbers, and may itself call `checkpoint`.
     """
     if not torch.is_grad_enabled():
         return fn(*args)
@@ -101,9 +102,12 @@ class Call:
         """The tensor, forgotten as it is handed out. Who asks twice has it made a third time."""
         if number not in self.again:
             self.again = dict(enumerate(self.surroundings.run(self.call_again)))
-        tensor = self.again.pop(number)
-        if look(tensor) != self.dropped[number]:
-            self.differs(str(self.dropped[number]), str(look(tensor)))
+        tensor, before = self.again.pop(number), self.dropped[number]
+        now = look(tensor)
+        if (now.dtype, now.shape) != (before.dtype, before.shape):
+            self.differs(f"{before} for backward, and {now} when called again")
+        if now.version != before.version:
+            self.differs(f"{before} for backward, which was changed in place since")
         return tensor
 
     def call_again(self) -> list[Tensor]:
@@ -123,14 +127,15 @@ class Call:
         with span("recompute"), torch.enable_grad(), suppress(Enough), hooks:
             self.fn(*args)
         if len(found) < len(self.dropped):
-            self.differs(f"{len(self.dropped)} tensors", f"{len(found)}")
+            self.differs(
+                f"{len(self.dropped)} tensors for backward, and {len(found)} when called again"
+            )
         return found
 
-    def differs(self, first: str, then: str) -> NoReturn:
+    def differs(self, how: str) -> NoReturn:
         raise RuntimeError(
-            f"checkpoint: {getattr(self.fn, '__qualname__', self.fn)} kept {first} for backward; "
-            f"when it was called again it kept {then}. It must do the same with the same "
-            "arguments, and until backward nothing that it keeps may be changed in place"
+            f"checkpoint: {getattr(self.fn, '__qualname__', self.fn)} kept {how}. With the same "
+            "arguments it must do the same, and what it reads must not change before backward"
         )
 
 
@@ -142,7 +147,7 @@ class Look(NamedTuple):
     version: int
 
     def __str__(self) -> str:
-        return f"{self.dtype} of shape {tuple(self.shape)}, changed in place {self.version} times"
+        return f"{self.dtype} of shape {tuple(self.shape)}"
 
 
 def look(tensor: Tensor) -> Look:

@@ -257,15 +257,17 @@ def test_the_end_of_the_function_is_not_run_again():
 
 
 def test_a_function_that_catches_exceptions_is_stopped_all_the_same():
+    caught = []
+
     def fn(x):
         try:
             return x.sin()
-        except Exception:
-            return x.cos().cos()
+        except Exception as error:
+            caught.append(error)
+            return x
 
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(fn, x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(2).cos())
+    checkpoint(fn, torch.ones(2, requires_grad=True)).sum().backward()
+    assert caught == []
 
 
 # ---- nesting -------------------------------------------------------------------------------------
@@ -354,7 +356,9 @@ def test_a_function_that_keeps_fewer_tensors_the_second_time_is_named():
         return x.sin().sin() if len(calls) == 1 else x.sin()
 
     y = checkpoint(forgetful, torch.ones(2, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"forgetful kept 2 tensors .* it kept 1\. It must"):
+    with pytest.raises(
+        RuntimeError, match=r"forgetful kept 2 tensors for .* and 1 when called again\. "
+    ):
         y.sum().backward()
 
 
@@ -366,7 +370,9 @@ def test_a_function_that_keeps_other_shapes_the_second_time_is_named():
         return x.repeat(len(calls)).sin().sum()
 
     y = checkpoint(growing, torch.ones(2, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"growing kept .* shape \(2,\), .* shape \(4,\), "):
+    with pytest.raises(
+        RuntimeError, match=r"growing kept .* shape \(2,\) .* shape \(4,\) when called again"
+    ):
         y.backward()
 
 
@@ -376,7 +382,9 @@ def test_a_weight_that_changed_between_forward_and_backward_is_noticed():
     y = checkpoint(lambda x: linear(x).sin(), torch.ones(1, 2, requires_grad=True))
     with torch.no_grad():
         linear.weight += 1
-    with pytest.raises(RuntimeError, match=r"changed in place 1 times .* changed in place 2 times"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(2, 2\) for backward, which was changed in place"
+    ):
         y.sum().backward()
 
 
@@ -389,7 +397,7 @@ def test_a_change_in_place_that_spoils_a_gradient_is_noticed():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         fn(torch.ones(2, requires_grad=True)).sum().backward()
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(RuntimeError, match="which was changed in place since"):
         checkpoint(fn, torch.ones(2, requires_grad=True)).sum().backward()
 
 
