@@ -69,6 +69,13 @@ def grad_in_one_row(model: nn.Module) -> Tensor:
     return in_one_row(model, lambda param: param.grad)
 
 
+def set_grads(model: nn.Module, row: Tensor) -> None:
+    """The inverse of `grad_in_one_row`."""
+    params = list(model.parameters())
+    for param, piece in zip(params, row.split([param.numel() for param in params])):
+        param.grad = piece.view_as(param).clone()
+
+
 def each_alone(
     batches: Sequence[Batch], dtype: torch.dtype = torch.float64, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
