@@ -24,6 +24,7 @@ Tensor names carry their shape. This is the legend for the whole course:
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,11 @@ def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
     )
 
 
+def project(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Several projections of one tensor."""
+    return [linear(x_BSD) for linear in linears]
+
+
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """No random numbers here: `Llama` fills every weight from (seed, name)."""
@@ -111,12 +117,13 @@ class Attention(nn.Module):
         self.k_proj = Linear(D, K * d, bias=False, dtype=dtype)
         self.v_proj = Linear(D, K * d, bias=False, dtype=dtype)
         self.o_proj = Linear(H * d, D, bias=False, dtype=dtype)
+        self.project: Callable[..., list[Tensor]] = project
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x_BSD: Tensor, cos_Sd2: Tensor, sin_Sd2: Tensor) -> Tensor:
         q_BHSd, k_BKSd, v_BKSd = (
-            project(x_BSD).unflatten(-1, (-1, self.size_of_head)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            y_BSd.unflatten(-1, (-1, self.size_of_head)).transpose(1, 2)
+            for y_BSd in self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         )
         q_BHSd = rotate(q_BHSd, cos_Sd2, sin_Sd2)
         k_BKSd = rotate(k_BKSd, cos_Sd2, sin_Sd2)
@@ -137,9 +144,11 @@ class FeedForward(nn.Module):
             config.intermediate_size, config.hidden_size, bias=False, dtype=dtype
         )
 
+        self.project: Callable[..., list[Tensor]] = project
+
     def forward(self, x_BSD: Tensor) -> Tensor:
-        gated_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
-        return self.down_proj(gated_BSF)
+        gate_BSF, up_BSF = self.project(x_BSD, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate_BSF) * up_BSF)
 
 
 class Block(nn.Module):
@@ -189,6 +198,7 @@ class Llama(nn.Module):
         with device:
             self.model = Decoder(config, dtype)
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        self.head_loss: Callable[..., tuple[Tensor, Tensor]] = head_loss
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if device.type != "meta":
@@ -197,11 +207,26 @@ class Llama(nn.Module):
                     start = init_weight(name, tuple(param.shape), seed, config.initializer_range)
                     param.copy_(start)
 
-    def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
-        """-> logits_BSV. `positions_S` is where in the text the tokens stand (default 0, 1, …)."""
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_S: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+    ) -> Any:
+        """-> logits_BSV; with labels, what `token_loss_sum` returns.
+
+        `positions_S` is where in the text the tokens stand (default 0, 1, …).
+        """
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        return self.lm_head(self.model(tokens_BS, positions_S))
+        x_BSD = self.model(tokens_BS, positions_S)
+        if labels_BS is None:
+            return self.lm_head(x_BSD)
+        return self.head_loss(self.lm_head, x_BSD, labels_BS)
+
+
+def head_loss(head: nn.Module, x_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    return token_loss_sum(head(x_BSD), labels_BS)
 
 
 def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,8 +73,7 @@ def accumulate(
     no_sync = getattr(model, "no_sync", nullcontext)
     for micro in micro_batches:
         with ranks.span("forward"):
-            logits_BSV = model(micro.inputs_BS)
-            micro_sum, _ = token_loss_sum(logits_BSV, micro.labels_BS)
+            micro_sum, _ = model(micro.inputs_BS, labels_BS=micro.labels_BS)
         with nullcontext() if micro is micro_batches[-1] else no_sync(), ranks.span("backward"):
             (micro_sum / counted).backward()
         loss_sum = loss_sum + micro_sum.detach()
