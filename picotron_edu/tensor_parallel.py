@@ -93,12 +93,16 @@ def row_linear(axis: Axis, linear: nn.Linear, x_BSF: Tensor) -> Tensor:
     return y_BSD if linear.bias is None else y_BSD + linear.bias
 
 
-def look_up(axis: Axis, first: int, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
-    """This rank knows the tokens from `first` on; the others' rows are zero here, then summed."""
+def own_rows(first: int, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    """This rank knows the tokens from `first` on; the rows of the others are zero."""
     local_BS = tokens_BS - first
     here_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
     x_BSD = F.embedding(local_BS.where(here_BS, 0), embedding.weight)
-    return reduce_from(x_BSD * here_BS.unsqueeze(-1), axis)
+    return x_BSD * here_BS.unsqueeze(-1)
+
+
+def look_up(axis: Axis, first: int, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    return reduce_from(own_rows(first, embedding, tokens_BS), axis)
 
 
 class VocabularyLoss(Function):
@@ -147,18 +151,21 @@ def head_loss(
     """As `model.token_loss_sum`. With several chunks of the sequence, only one chunk's logits are
     in memory: they are made again in backward.
     """
+    parts = zip(x_BSD.tensor_split(chunks, 1), labels_BS.tensor_split(chunks, 1))
+    return sum_of_chunks(axis, first, head, list(parts)), (labels_BS != -100).sum()
 
-    def loss_of(x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        return VocabularyLoss.apply(axis, first, head(x_TD), labels_T)
 
-    x_TD, labels_T = x_BSD.flatten(0, 1), labels_BS.flatten()
-    if chunks == 1:
-        loss = loss_of(x_TD, labels_T)
-    else:
-        loss = x_TD.new_zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        for part_TD, part_T in zip(x_TD.tensor_split(chunks), labels_T.tensor_split(chunks)):
-            loss = loss + checkpoint(loss_of, part_TD, part_T, use_reentrant=False)
-    return loss, (labels_BS != -100).sum()
+def sum_of_chunks(
+    axis: Axis, first: int, head: nn.Module, parts: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    def loss_of(x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        logits_TV = head(x_BSD).flatten(0, 1)
+        return VocabularyLoss.apply(axis, first, logits_TV, labels_BS.flatten())
+
+    if len(parts) == 1:
+        return loss_of(*parts[0])
+    losses = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]
+    return torch.stack(losses).sum()
 
 
 def check_divisible(model: Llama, axis: Axis) -> None:
