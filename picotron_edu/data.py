@@ -43,6 +43,7 @@ class Batch:
 
     inputs_BS: Tensor
     labels_BS: Tensor
+    positions_S: Tensor | None = None  # where in the text they stand; None: 0, 1, 2, …
 
     def __len__(self) -> int:
         return len(self.inputs_BS)
@@ -53,13 +54,14 @@ class Batch:
         return (self.labels_BS != -100).sum()
 
     def rows(self, part: slice) -> "Batch":
-        return Batch(self.inputs_BS[part], self.labels_BS[part])
+        return Batch(self.inputs_BS[part], self.labels_BS[part], self.positions_S)
 
     def padded(self, rows: int) -> "Batch":
         """Filled up with rows that never count: so all ranks take equally many micro-batches."""
         more = rows - len(self), self.inputs_BS.shape[1]
         fill = self.inputs_BS.new_zeros(more), self.labels_BS.new_full(more, -100)
-        return Batch(torch.cat([self.inputs_BS, fill[0]]), torch.cat([self.labels_BS, fill[1]]))
+        both = torch.cat([self.inputs_BS, fill[0]]), torch.cat([self.labels_BS, fill[1]])
+        return Batch(*both, self.positions_S)
 
     def split(self, micro_batch_size: int) -> list["Batch"]:
         """Micro-batches; the last one is smaller where the rows do not divide."""
@@ -68,7 +70,8 @@ class Batch:
         return [self.rows(slice(start, start + micro_batch_size)) for start in starts]
 
     def to(self, device: torch.device | str) -> "Batch":
-        return Batch(self.inputs_BS.to(device), self.labels_BS.to(device))
+        at = None if self.positions_S is None else self.positions_S.to(device)
+        return Batch(self.inputs_BS.to(device), self.labels_BS.to(device), at)
 
 
 class TextData:

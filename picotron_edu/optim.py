@@ -78,9 +78,10 @@ def sum_partial_grads(
 ) -> None:
     """Sum each gradient over the axes on which its layout says it is partial, and over no other.
 
-    One message per axis: the gradients travel as one vector. `done`: axes summed over already.
+    One message per axis: the gradients travel as one vector. `done`: axes summed over already; a
+    joined one such as dp_cp stands for its parts, too.
     """
-    done_names = {axis.name for axis in done}
+    done_names = {part for axis in done for part in (axis.name, *axis.name.split("_"))}
     by_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
     for param in params:
         for axis in layout_of(param).partial_over:

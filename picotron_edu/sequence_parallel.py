@@ -5,10 +5,10 @@
     sequence parallel   │ norm ──────│ g: all-gather │ q, k, v ‥ o │ reduce-scatter  │ norm ‥
                           x_BsD, s = S/n                heads/n         x_BsD
 
-An all-reduce *is* a reduce-scatter followed by an all-gather, so the bytes are the same. But between
-the two halves the norms, the residual stream and the embedding's output now live as n-ths, and no
-rank computes what another one computes too. In backward each becomes its transpose: where forward
-gathers, gradients are reduce-scattered, and the other way round.
+An all-reduce *is* a reduce-scatter followed by an all-gather, so the bytes are the same. But
+between the two halves the norms, the residual stream and the embedding's output now live as n-ths,
+and no rank computes what another one computes too. In backward each becomes its transpose: where
+forward gathers, gradients are reduce-scattered, and the other way round.
 
 What is different for the weights: a rank's norm sees only its part of the sequence, so the gradient
 of the norm's weight is a *part* of the sum. Its layout says so (`partial_over`), and it is summed
@@ -16,8 +16,8 @@ over the axis with all others of its kind, in one message a step (`optim.sum_par
 
 Sent per layer: forward 2 all-gathers and 2 reduce-scatters of B·S·D numbers, backward the same: as
 tensor parallelism's 4 all-reduces. The gathered x is not kept for the weight gradients but gathered
-once more in backward, beside the computation: 2 more all-gathers a layer (`regather=False` keeps it).
-Memory: *all* activations of a layer /n.
+once more in backward, beside the computation: 2 more all-gathers a layer (`regather=False` keeps
+it). Memory: *all* activations of a layer /n.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 2205.05198, section 4.2.2.
@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -111,17 +110,19 @@ def apply(model: Llama, axis: Axis, loss_chunks: int = 1, regather: bool = True)
     """
     tensor_parallel.apply(model, axis)
     column = partial(column_linears, axis, regather)
+    block: Any
     for block in model.model.layers:
         attention, mlp = block.self_attn, block.mlp
         attention.project = mlp.project = column
         for linear in (attention.o_proj, mlp.down_proj):
             linear.forward = partial(row_linear, axis, linear)
-    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding: Any = model.model.embed_tokens
+    head: Any = model.lm_head
     first = slice_of(layout_of(embedding.weight))[0].start
     embedding.forward = partial(look_up, axis, first, embedding)
     head.forward = lambda x_BsD: column(x_BsD, head)[0]
     model.head_loss = partial(head_loss, axis, first, loss_chunks)
     for param in model.parameters():
         layout = layout_of(param)
-        if axis not in layout.cut_axes:  # whole on every rank, used on a part of the sequence
+        if not layout.cuts:  # whole on every rank, and used on a part of the sequence
             attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from picotron_edu.layout import Cut, attach, describe, layout_of, piece_of, slice_of
 from picotron_edu.model import Llama
-from picotron_edu.ranks import Axis, all_reduce, reduce_from
+from picotron_edu.ranks import Axis, all_reduce, divided, reduce_from
 
 
 def cut(param: nn.Parameter, axis: Axis, dim: int) -> None:
@@ -170,35 +170,66 @@ def sum_of_chunks(
 
 def check_divisible(model: Llama, axis: Axis) -> None:
     """Heads and channels must be shared out evenly; the vocabulary need not."""
-    config = model.config
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = getattr(config, name)
-        if value % axis.size:
-            raise ValueError(f"{name}={value} is not divisible by {axis.name}={axis.size}")
-    if config.vocab_size < axis.size:
-        raise ValueError(f"vocab_size={config.vocab_size} is below {axis.name}={axis.size}")
+    config, n = model.config, axis.size
+    for name in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, name) % n:
+            raise ValueError(f"{name}={getattr(config, name)} is not divisible by {axis.name}={n}")
+    K = config.num_key_value_heads
+    if K % n and n % K:
+        raise ValueError(
+            f"num_key_value_heads={K} and {axis.name}={n}: one must divide the other, so that each "
+            f"rank has equally many key heads, or equally many ranks share one"
+        )
+    if config.vocab_size < n:
+        raise ValueError(f"vocab_size={config.vocab_size} is below {axis.name}={n}")
+
+
+def cut_linear(linear: Any, axis: Axis, dim: int) -> None:
+    """dim 0: output features, with their biases; dim 1: input features, and the bias whole."""
+    cut(linear.weight, axis, dim)
+    if linear.bias is not None and dim == 0:
+        cut(linear.bias, axis, 0)
+
+
+def cut_key_heads(linears: list[Any], heads: int, axis: Axis) -> None:
+    """Key and value projections. With fewer heads than ranks, neighbours hold the same head: each
+    has the gradient from its own query heads, a part of the sum, and its layout says so.
+    """
+    sharers: tuple[Axis, ...] = ()
+    if heads < axis.size:
+        axis, replicas = divided(axis, axis.size // heads)
+        sharers = (replicas,)
+    for linear in linears:
+        cut_linear(linear, axis, dim=0)
+        for param in linear.parameters():
+            layout = layout_of(param)
+            attach(param, replace(layout, partial_over=(*layout.partial_over, *sharers)))
 
 
 def apply(model: Llama, axis: Axis, loss_chunks: int = 1) -> None:
     """Cut a plain Llama over `axis`: from here on each rank computes its part of every layer.
 
-    All ranks of the axis must be given the same tokens. Apply before data parallelism.
-    Raises ValueError, before any message, where heads or channels do not divide.
+    All ranks of the axis must be given the same tokens. Apply before data parallelism. loss_chunks:
+    parts of the sequence of which the logits are in memory one after the other. Raises ValueError,
+    before any message, where heads or channels do not divide.
     """
     check_divisible(model, axis)
     describe(model)
     column = partial(column_linears, axis)
+    block: Any
     for block in model.model.layers:
         attention, mlp = block.self_attn, block.mlp
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
-            cut_linear(linear, axis, dim=0)
+        cut_linear(attention.q_proj, axis, dim=0)
+        key_value = [attention.k_proj, attention.v_proj]
+        cut_key_heads(key_value, model.config.num_key_value_heads, axis)
         for linear in (mlp.gate_proj, mlp.up_proj):
             cut_linear(linear, axis, dim=0)
         attention.project = mlp.project = column
         for linear in (attention.o_proj, mlp.down_proj):
             cut_linear(linear, axis, dim=1)
             linear.forward = partial(row_linear, axis, linear)
-    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding: Any = model.model.embed_tokens
+    head: Any = model.lm_head
     cut(embedding.weight, axis, dim=0)
     if head.weight is not embedding.weight:
         cut(head.weight, axis, dim=0)
@@ -206,10 +237,3 @@ def apply(model: Llama, axis: Axis, loss_chunks: int = 1) -> None:
     embedding.forward = partial(look_up, axis, first, embedding)
     head.forward = lambda x_BSD: column(x_BSD, head)[0]
     model.head_loss = partial(head_loss, axis, first, loss_chunks)
-
-
-def cut_linear(linear: nn.Linear, axis: Axis, dim: int) -> None:
-    """dim 0: output features, with their biases; dim 1: input features."""
-    cut(linear.weight, axis, dim)
-    if linear.bias is not None and dim == 0:
-        cut(linear.bias, axis, 0)

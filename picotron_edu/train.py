@@ -73,7 +73,7 @@ def accumulate(
     no_sync = getattr(model, "no_sync", nullcontext)
     for micro in micro_batches:
         with ranks.span("forward"):
-            micro_sum, _ = model(micro.inputs_BS, labels_BS=micro.labels_BS)
+            micro_sum, _ = model(micro.inputs_BS, micro.positions_S, micro.labels_BS)
         with nullcontext() if micro is micro_batches[-1] else no_sync(), ranks.span("backward"):
             (micro_sum / counted).backward()
         loss_sum = loss_sum + micro_sum.detach()

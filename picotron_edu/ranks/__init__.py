@@ -12,7 +12,7 @@ from .errors import RankFailed, RanksError, RanksHung
 from .handle import Handle
 from .launch import Run, entrypoint, launch
 from .link import Link, wire_bytes
-from .mesh import Axis, Mesh, world
+from .mesh import Axis, Mesh, divided, world
 from .pairs import copy_to, exchange, gather, reduce_from, scatter_sum, split
 from .point_to_point import receive, send, send_recv
 from .runtime import device, span
@@ -36,6 +36,7 @@ __all__ = [
     "broadcast",
     "copy_to",
     "device",
+    "divided",
     "entrypoint",
     "exchange",
     "gather",

@@ -65,6 +65,32 @@ def world() -> Axis:
     return Axis("world", size, rank, tuple(range(size)), dist.group.WORLD, current())
 
 
+def divided(axis: Axis, size: int) -> tuple[Axis, Axis]:
+    """An axis of n ranks as a grid of n/size rows: this rank's column, and its row of neighbours.
+
+        tp of 4 by 2:   0 1     rank 2: column "tp_outer" (0, 2), row "tp_inner" (2, 3)
+                        2 3
+
+    All ranks of the axis must call this: new process groups are made.
+    """
+    if size < 1 or axis.size % size:
+        raise ValueError(f"size={size} does not divide {axis.name}={axis.size}")
+    row, column = divmod(axis.index, size)
+    places = {
+        "outer": range(column, axis.size, size),
+        "inner": range(row * size, (row + 1) * size),
+    }
+    parts = []
+    for name, line in places.items():
+        ranks = tuple(axis.ranks[place] for place in line)
+        group = axis.group if len(line) == axis.size else None
+        if 1 < len(line) < axis.size:
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+        index = line.index(axis.index)
+        parts.append(Axis(f"{axis.name}_{name}", len(line), index, ranks, group, axis.runtime))
+    return parts[0], parts[1]
+
+
 def lines_along(grid: np.ndarray, name: str, ep: int = 1) -> np.ndarray:
     """All lines of ranks along the axis `name`, shape (lines, size): its process groups.
 
