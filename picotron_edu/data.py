@@ -8,7 +8,7 @@ The order is a stream of samples: epoch 0 in a shuffled order, then epoch 1 in a
 on without a gap. Batch `step` is the next global_batch_size samples of that stream, so
 
 * it is a pure function of (seed, step): to resume at step 7000, ask for batch(7000);
-* each sample is read exactly once per epoch, and the order differs between epochs;
+* each sample is read once per epoch, in another order in each;
 * the global batch does not depend on the number of ranks: data-parallel rank i of n takes its
   rows of it. Ranks that share one model (tensor, pipeline, context parallel) ask with the same
   index and get the same rows.
@@ -60,8 +60,8 @@ class Batch:
         """Filled up with rows that never count: so all ranks take equally many micro-batches."""
         more = rows - len(self), self.inputs_BS.shape[1]
         fill = self.inputs_BS.new_zeros(more), self.labels_BS.new_full(more, -100)
-        both = torch.cat([self.inputs_BS, fill[0]]), torch.cat([self.labels_BS, fill[1]])
-        return Batch(*both, self.positions_S)
+        inputs_BS, labels_BS = map(torch.cat, zip((self.inputs_BS, self.labels_BS), fill))
+        return Batch(inputs_BS, labels_BS, self.positions_S)
 
     def split(self, micro_batch_size: int) -> list["Batch"]:
         """Micro-batches; the last one is smaller where the rows do not divide."""
@@ -70,8 +70,7 @@ class Batch:
         return [self.rows(slice(start, start + micro_batch_size)) for start in starts]
 
     def to(self, device: torch.device | str) -> "Batch":
-        at = None if self.positions_S is None else self.positions_S.to(device)
-        return Batch(self.inputs_BS.to(device), self.labels_BS.to(device), at)
+        return Batch(*(x if x is None else x.to(device) for x in vars(self).values()))
 
 
 class TextData:

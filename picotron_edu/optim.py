@@ -72,35 +72,6 @@ def zero_grads(params: Iterable[Tensor]) -> None:
             param.main_grad = None
 
 
-@torch.no_grad()
-def sum_partial_grads(
-    params: Iterable[Tensor], all_reduce: AllReduce, done: Iterable[Axis] = ()
-) -> None:
-    """Sum each gradient over the axes on which its layout says it is partial, and over no other.
-
-    One message per axis: the gradients travel as one vector. `done`: axes summed over already; a
-    joined one such as dp_cp stands for its parts, too.
-    """
-    done_names = {part for axis in done for part in (axis.name, *axis.name.split("_"))}
-    by_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
-    for param in params:
-        for axis in layout_of(param).partial_over:
-            if axis.size > 1 and axis.name not in done_names:
-                by_axis.setdefault(axis.name, (axis, []))[1].append(param)
-    for name in sorted(by_axis):  # the same order on every rank
-        axis, partial = by_axis[name]
-        parts = [grad_of(p) for p in partial]
-        zeros = [p.new_zeros(p.shape, dtype=main_dtype(p)) for p in partial]
-        grads = [zero if part is None else part for part, zero in zip(parts, zeros)]
-        vector = all_reduce(torch.cat([grad.flatten() for grad in grads]), axis, "sum")
-        for param, grad, total in zip(partial, grads, vector.split([g.numel() for g in grads])):
-            grad.copy_(total.view_as(grad))
-            if hasattr(param, "main_grad"):
-                param.main_grad = grad
-            else:
-                param.grad = grad
-
-
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), in float32.
 

@@ -12,7 +12,7 @@ forward gathers, gradients are reduce-scattered, and the other way round.
 
 What is different for the weights: a rank's norm sees only its part of the sequence, so the gradient
 of the norm's weight is a *part* of the sum. Its layout says so (`partial_over`), and it is summed
-over the axis with all others of its kind, in one message a step (`optim.sum_partial_grads`).
+over the axis with all others of its kind, in one message a step (`partial_grads.py`).
 
 Sent per layer: forward 2 all-gathers and 2 reduce-scatters of B·S·D numbers, backward the same: as
 tensor parallelism's 4 all-reduces. The gathered x is not kept for the weight gradients but gathered

@@ -30,7 +30,7 @@ from picotron_edu.config import TrainConfig
 from picotron_edu.data import Batch, TextData
 from picotron_edu.data_parallel import DataParallel
 from picotron_edu.layout import describe
-from picotron_edu.model import Llama, token_loss_sum
+from picotron_edu.model import Llama
 from picotron_edu.optim import AdamW, clip_by_global_norm, cosine_lr, keep_main_grads
 from picotron_edu.presets import check_count, check_number
 from picotron_edu.report import History, Progress, StepRecord, peak_memory
@@ -116,7 +116,7 @@ def evaluate(
     counted = torch.zeros((), device=device, dtype=torch.int64)
     for batch in batches:
         batch = batch.to(device)
-        batch_sum, batch_count = token_loss_sum(model(batch.inputs_BS), batch.labels_BS)
+        batch_sum, batch_count = model(batch.inputs_BS, batch.positions_S, batch.labels_BS)
         loss_sum, counted = loss_sum + batch_sum, counted + batch_count
     return (total(loss_sum) / total(counted).clamp(min=1)).item()
 

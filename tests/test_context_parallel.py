@@ -12,7 +12,7 @@ from picotron_edu.context_parallel import KINDS, cut, positions_of
 from picotron_edu.data import Batch
 from picotron_edu.data_parallel import DataParallel
 from picotron_edu.model import Llama
-from picotron_edu.optim import sum_partial_grads
+from picotron_edu.partial_grads import sum_partial_grads
 from picotron_edu.ranks import Mesh, all_gather, all_reduce, launch, world
 from picotron_edu.ring_attention import blocks_of, chunks_of, merge
 from picotron_edu.zero import Zero

@@ -11,7 +11,7 @@ from picotron_edu.data_parallel import DataParallel
 from picotron_edu.layout import layout_of
 from picotron_edu.memory import measured_activation_bytes
 from picotron_edu.model import Llama
-from picotron_edu.optim import sum_partial_grads
+from picotron_edu.partial_grads import sum_partial_grads
 from picotron_edu.ranks import Mesh, all_reduce, launch, world
 from picotron_edu.zero import Zero
 

@@ -11,7 +11,7 @@ from picotron_edu import recompute, tensor_parallel
 from picotron_edu.data_parallel import DataParallel
 from picotron_edu.layout import Layout, attach, describe, layout_of
 from picotron_edu.model import Llama, token_loss_sum
-from picotron_edu.optim import sum_partial_grads
+from picotron_edu.partial_grads import sum_partial_grads
 from picotron_edu.ranks import Mesh, all_reduce, launch, world
 from picotron_edu.zero import Zero
 
