@@ -10,11 +10,9 @@ on without a gap. Batch `step` is the next global_batch_size samples of that str
 * it is a pure function of (seed, step): to resume at step 7000, ask for batch(7000);
 * each sample is read once per epoch, in another order in each;
 * the global batch does not depend on the number of ranks: data-parallel rank i of n takes its
-  rows of it. Ranks that share one model (tensor, pipeline, context parallel) ask with the same
-  index and get the same rows.
+  rows of it. Ranks that share one model (tensor, pipeline, …) ask with one index.
 
-Tokens lie in a memory-mapped file in the user's cache folder: written once, read by all ranks,
-never loaded whole.
+Tokens lie in a memory-mapped file in the user's cache folder, read by all ranks.
 """
 
 import hashlib
@@ -70,7 +68,8 @@ class Batch:
         return [self.rows(slice(start, start + micro_batch_size)) for start in starts]
 
     def to(self, device: torch.device | str) -> "Batch":
-        return Batch(*(x if x is None else x.to(device) for x in vars(self).values()))
+        moved = None if self.positions_S is None else self.positions_S.to(device)
+        return Batch(self.inputs_BS.to(device), self.labels_BS.to(device), moved)
 
 
 class TextData:
