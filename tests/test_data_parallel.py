@@ -14,7 +14,7 @@ from picotron_edu import recompute
 from picotron_edu.data import Batch
 from picotron_edu.data_parallel import DataParallel
 from picotron_edu.layout import layout_of
-from picotron_edu.model import Llama
+from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, zero_grads
 from picotron_edu.ranks import Link, Mesh, RankFailed, all_reduce, launch, span, world
 from picotron_edu.train import Diverged, TrainConfig, evaluate, train, train_step
@@ -430,9 +430,9 @@ class Infinite(nn.Module):
         super().__init__()
         self.scale = nn.Linear(1, 4)
 
-    def forward(self, tokens_BS):
-        x = tokens_BS[..., None].float()
-        return self.scale(x) * (float("inf") if world().index == 1 else 1.0)
+    def forward(self, tokens_BS, _, labels_BS):
+        logits_BSV = self.scale(tokens_BS[..., None].float())
+        return token_loss_sum(logits_BSV * (float("inf") if world().index == 1 else 1.0), labels_BS)
 
 
 def a_step_that_overflows():
