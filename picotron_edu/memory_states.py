@@ -20,8 +20,9 @@ once more in stage 3.
 Source: Rajbhandari et al., "ZeRO", 1910.02054, figure 1, table 1 and section 7.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_edu.memory import STATES, StateBytes
 from picotron_edu.memory_watch import piece_of
+from picotron_edu.ranks import world
+from picotron_edu.ranks.runtime import CURRENT, current
+from picotron_edu.ranks.trace import Recorder
 
 MIXED = STATES["bfloat16, float32 gradients"]
 
@@ -140,3 +144,14 @@ class HighWater(TorchDispatchMode):
         now = measured(self.model, self.optimizer)
         self.most = RankBytes(*map(max, zip(astuple(now), astuple(self.most))))
         return result
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Write messages down where no launch does it (under torchrun); an Axis made inside does so."""
+    recorder = Recorder(world().index)
+    before = CURRENT.set(replace(current(), recorder=recorder))
+    try:
+        yield recorder
+    finally:
+        CURRENT.reset(before)
