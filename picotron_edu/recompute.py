@@ -179,7 +179,7 @@ class Surroundings:
             with ExitStack() as stack:
                 for settings in self.autocast:
                     stack.enter_context(torch.autocast(**settings))
-                # A copy: the same context cannot be entered twice at once.
+                # A copy: what `fn` sets in it is gone afterwards, should it be called a third time.
                 return self.context.copy().run(fn)
         finally:
             set_random_states(self.devices, now)

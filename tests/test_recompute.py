@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
@@ -190,6 +191,21 @@ def test_the_rank_is_known_where_backward_runs_and_the_trace_says_recompute():
         spans = run.trace.of(rank=rank, lane="compute")
         assert [event.name for event in spans] == ["backward", "recompute"]
         assert spans[0].start <= spans[1].start <= spans[1].end <= spans[0].end
+
+
+def test_a_context_variable_is_what_it_was_however_often_the_function_is_called():
+    number: ContextVar[int] = ContextVar("number", default=0)
+    seen = []
+
+    def fn(x):
+        seen.append(number.get())
+        number.set(number.get() + 1)
+        return x.sin().exp()
+
+    y = checkpoint(fn, torch.ones(2, requires_grad=True)).sum()
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    assert seen == [0, 0, 0] and number.get() == 1
 
 
 # ---- unusual calls -------------------------------------------------------------------------------
