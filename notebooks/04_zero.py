@@ -8,6 +8,7 @@ For each stage: what a rank holds of weights, gradients and optimizer states, co
 and beside the formula; the bytes that it sends in a step; and the loss, which is that of stage 0.
 """
 
+import gc
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ def main(config: Config) -> int:
         return explain(error)
     if world().index == 0:
         report(config, results)
+    gc.collect()  # models hold their process group in cycles; its threads must end before Python
     return 0
 
 
