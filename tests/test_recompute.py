@@ -208,6 +208,23 @@ def test_a_context_variable_is_what_it_was_however_often_the_function_is_called(
     assert seen == [0, 0, 0] and number.get() == 1
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_masks_draws_and_autocast_are_the_same():
+    """Its random numbers have a state of their own, and backward has a thread of its own."""
+
+    def step(call):
+        torch.manual_seed(0)
+        linear = nn.Linear(256, 256, device="cuda")
+        x = torch.ones(64, 256, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = call(lambda x: F.dropout(linear(x), 0.5) * x, x)
+        after_block = torch.rand(4, device="cuda")
+        y.float().sum().backward()
+        return y.detach(), after_block, torch.rand(4, device="cuda"), x.grad, linear.weight.grad
+
+    assert same_bits(step(lambda fn, x: fn(x)), step(checkpoint))
+
+
 # ---- unusual calls -------------------------------------------------------------------------------
 
 
