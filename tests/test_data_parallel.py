@@ -232,12 +232,15 @@ def test_buckets_save_latencies():
 # The models that people have
 
 
-def gradients_of(use, parts, mode, steps=2, of_rank=None):
-    """After `steps` steps: {name: gradient}; rank r's data are all ones times r + 1."""
+def gradients_of(use, parts, mode):
+    """{name: gradient} after three steps; rank r's data are all ones times r + 1.
+
+    In the second step buckets are laid anew: only the third finds what an earlier one has left.
+    """
     torch.manual_seed(0)
     model = Toy(**parts()).double()
     parallel = DataParallel(model, world(), mode, bucket_mb=1e-4)
-    for _ in range(steps):
+    for _ in range(3):
         zero_grads(model.parameters())
         x = torch.full((2, 2), world().index + 1.0, dtype=torch.float64)
         parallel(use[world().index] if isinstance(use, list) else use, x).sum().backward()
