@@ -34,18 +34,17 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from picotron_edu.layout import Cut, attach, describe, layout_of, piece_of, slice_of
-from picotron_edu.model import Llama
+from picotron_edu.model import Llama, LlamaConfig
+from picotron_edu.presets import check_count
 from picotron_edu.ranks import Axis, all_reduce, divided, reduce_from
 
 
 def cut(param: nn.Parameter, axis: Axis, dim: int) -> None:
     """Keep this rank's piece of `param` along `dim`, in the same parameter."""
-    layout = layout_of(param)
-    shorter = replace(layout, cuts=(*layout.cuts, Cut(dim, axis)))
-    if shorter.local_shape != tuple(param.shape):
-        part = piece_of(param.shape[dim], axis.size, axis.index)
-        param.data = param.data.narrow(dim, part.start, part.stop - part.start).clone()
-    attach(param, shorter)
+    layout, part = layout_of(param), piece_of(param.shape[dim], axis.size, axis.index)
+    piece = param.data.narrow(dim, part.start, part.stop - part.start)
+    param.data = piece.clone()  # a view would keep the whole weight in memory
+    attach(param, replace(layout, cuts=(*layout.cuts, Cut(dim, axis))))
 
 
 class ColumnLinears(Function):
@@ -114,33 +113,27 @@ class VocabularyLoss(Function):
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, first: int, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        exact = torch.promote_types(logits_TV.dtype, torch.float32)
         counted_T = labels_T != -100
         local_T = labels_T - first
         here_T = counted_T & (local_T >= 0) & (local_T < logits_TV.shape[1])
-        exact = torch.promote_types(logits_TV.dtype, torch.float32)
-        floor = torch.finfo(exact).min
-        columns = logits_TV.shape[1]
-        top_T = (
-            logits_TV.amax(dim=1).to(exact)
-            if columns
-            else logits_TV.new_full(labels_T.shape, floor)
-        )
-        all_reduce(top_T, axis, "max")
+        local_T1 = local_T.where(here_T, 0)[:, None]
+        top_T = all_reduce(logits_TV.amax(dim=1).to(exact), axis, "max")
         shifted_TV = logits_TV.to(exact) - top_T[:, None]
-        own_T = shifted_TV.gather(1, local_T.where(here_T, 0)[:, None])[:, 0] * here_T
+        own_T = shifted_TV.gather(1, local_T1)[:, 0].where(here_T, 0)  # the label's, if it is here
         sums_2T = torch.stack([shifted_TV.exp().sum(dim=1), own_T])
         all_reduce(sums_2T, axis)
-        losses_T = sums_2T[0].log() - sums_2T[1]
+        log_sum_T = sums_2T[0].log()
+        log_softmax_TV = shifted_TV.sub_(log_sum_T[:, None])
         ctx.logits_dtype = logits_TV.dtype
-        ctx.save_for_backward(shifted_TV - sums_2T[0].log()[:, None], local_T, here_T, counted_T)
-        return losses_T[counted_T].sum()
+        ctx.save_for_backward(log_softmax_TV, local_T1, here_T, counted_T)
+        return (log_sum_T - sums_2T[1]).where(counted_T, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
-        log_softmax_TV, local_T, here_T, counted_T = ctx.saved_tensors
-        grad_TV = log_softmax_TV.exp()
-        rows = here_T.nonzero()[:, 0]
-        grad_TV[rows, local_T[rows]] -= 1
+        log_softmax_TV, local_T1, here_T, counted_T = ctx.saved_tensors
+        grad_TV = log_softmax_TV.exp()  # softmax, minus 1 at the label:
+        grad_TV.scatter_add_(1, local_T1, -here_T[:, None].to(grad_TV.dtype))
         grad_TV *= (grad * counted_T)[:, None]
         return None, None, grad_TV.to(ctx.logits_dtype), None
 
@@ -168,6 +161,20 @@ def sum_of_chunks(
     return torch.stack(losses).sum()
 
 
+def rank_shape(config: LlamaConfig, n: int) -> LlamaConfig:
+    """What one of n ranks holds is a Llama too: as deep, as wide between the blocks, with fewer
+    heads, channels and rows of the vocabulary. Formulas for parameters and activations hold for it.
+    """
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // n,
+        num_key_value_heads=max(1, config.num_key_value_heads // n),
+        head_dim=config.size_of_head,
+        intermediate_size=config.intermediate_size // n,
+        vocab_size=-(-config.vocab_size // n),
+    )
+
+
 def check_divisible(model: Llama, axis: Axis) -> None:
     """Heads and channels must be shared out evenly; the vocabulary need not."""
     config, n = model.config, axis.size
@@ -182,6 +189,9 @@ def check_divisible(model: Llama, axis: Axis) -> None:
         )
     if config.vocab_size < n:
         raise ValueError(f"vocab_size={config.vocab_size} is below {axis.name}={n}")
+    for layout in map(layout_of, model.parameters()):
+        if layout.cuts or layout.flat:
+            raise ValueError(f"{layout.name} is cut already: apply this once, and before ZeRO")
 
 
 def cut_linear(linear: Any, axis: Axis, dim: int) -> None:
@@ -213,8 +223,9 @@ def apply(model: Llama, axis: Axis, loss_chunks: int = 1) -> None:
     parts of the sequence of which the logits are in memory one after the other. Raises ValueError,
     before any message, where heads or channels do not divide.
     """
-    check_divisible(model, axis)
+    check_count("loss_chunks", loss_chunks)
     describe(model)
+    check_divisible(model, axis)
     column = partial(column_linears, axis)
     block: Any
     for block in model.model.layers:

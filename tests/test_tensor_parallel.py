@@ -1,5 +1,6 @@
 """Tensor parallelism trains like one rank, alone and with others; its messages are counted."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ from torch import nn
 
 from picotron_edu import recompute, tensor_parallel
 from picotron_edu.data_parallel import DataParallel
-from picotron_edu.layout import Layout, attach, describe, layout_of
+from picotron_edu.layout import Cut, Layout, attach, describe, layout_of, slice_of
+from picotron_edu.memory import activation_bytes, measured_activation_bytes
 from picotron_edu.model import Llama, token_loss_sum
+from picotron_edu.optim import global_norm
 from picotron_edu.partial_grads import sum_partial_grads
 from picotron_edu.ranks import Mesh, all_reduce, launch, world
 from picotron_edu.zero import Zero
@@ -97,6 +100,14 @@ def test_with_data_parallelism_and_recompute(wrapper, policy):
     assert_same_training(with_data_parallel(WRAPPERS[wrapper], policy), 4, rows=7)
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_the_gradient_norm_does_not_move_with_the_layout(dp, tp):
+    """(dp, tp) as one rank, with other token counts in each row (case 5). With 2·2 ranks one tp
+    axis is ranks 2 and 3, where a place on the axis is not the global rank (case 72).
+    """
+    assert_same_training(with_data_parallel(DataParallel, dp=dp, tp=tp), dp * tp, rows=7)
+
+
 def test_replicated_key_heads_with_zero():
     config = replace(CONFIG, num_key_value_heads=1)
     assert_same_training(with_data_parallel(WRAPPERS["zero-3"]), 4, config=config)
@@ -138,6 +149,30 @@ def test_two_all_reduces_forward_and_two_backward_per_layer():
     assert {e.name for e in run.trace.of(lane="comm")} == {"all_reduce"}, "logits were gathered"
 
 
+@pytest.mark.parametrize(
+    ("n", "config"),
+    [(2, CONFIG), (4, replace(CONFIG, num_attention_heads=8, hidden_size=32)), (3, BY_THREE)],
+    ids=["2", "4 share 2 key heads", "3"],
+)
+def test_what_a_rank_holds_is_a_thinner_llama(n, config):
+    """Parameters and activations are those of `rank_shape`; the loss adds 3 bytes a token of masks
+    and needs no weight of the labels. The first rank has the most of a vocabulary.
+    """
+    B, S = 2, 12
+
+    def held() -> tuple[int, int]:
+        model = Llama(config)
+        tensor_parallel.apply(model, world())
+        tokens_BS = torch.arange(B * S).view(B, S) % 12
+        kept = measured_activation_bytes(model, lambda: model(tokens_BS, None, tokens_BS + 0)[0])
+        return sum(p.numel() for p in model.parameters()), kept
+
+    parameters, kept = launch(held, world_size=n, quiet=True)[0]
+    shape = tensor_parallel.rank_shape(config, n)
+    assert parameters == shape.num_parameters()
+    assert kept == activation_bytes(shape, B, S) - 4 + 3 * B * S
+
+
 def test_weights_per_rank_are_a_fraction():
     def count() -> tuple[int, int]:
         model = Llama(FOUR_KV)
@@ -169,6 +204,39 @@ def test_cutting_and_gathering_is_the_identity_for_any_number_of_ranks():
                 assert torch.equal(value, whole[name]), name
 
 
+def test_a_piece_is_a_slice_of_the_weight_that_one_rank_would_have():
+    """Not a weight of its own: no larger where only inputs are cut, no two alike (case 35)."""
+
+    def pieces() -> dict[str, torch.Tensor]:
+        model = Llama(FOUR_KV, seed=3)
+        tensor_parallel.apply(model, world())
+        return {layout_of(p).name: (slice_of(layout_of(p)), p.detach()) for p in model.parameters()}
+
+    whole = dict(Llama(FOUR_KV, seed=3).named_parameters())
+    ranks = list(launch(pieces, world_size=4, quiet=True))
+    for name, weight in whole.items():
+        for where, piece in (rank[name] for rank in ranks):
+            assert torch.equal(piece, weight[where]), name
+        some = [rank[name][1] for rank in ranks]
+        alike = [torch.equal(a, b) for i, a in enumerate(some) for b in some[:i]]
+        assert all(alike) if weight.dim() == 1 else not any(alike), name
+
+
+def test_gate_and_up_are_cut_each_for_itself():
+    """Filled with 1 and with 2, on each rank both (case 36)."""
+
+    def fill() -> tuple[list[float], list[float]]:
+        model = Llama(CONFIG)
+        mlp = model.model.layers[0].mlp
+        with torch.no_grad():
+            mlp.gate_proj.weight.fill_(1)
+            mlp.up_proj.weight.fill_(2)
+        tensor_parallel.apply(model, world())
+        return mlp.gate_proj.weight.unique().tolist(), mlp.up_proj.weight.unique().tolist()
+
+    assert launch(fill, world_size=2, quiet=True).values == [([1.0], [2.0])] * 2
+
+
 def linears(n_in: int, n_out: int) -> tuple[nn.Linear, torch.Tensor]:
     torch.manual_seed(0)  # the same on all ranks
     linear = nn.Linear(n_in, n_out, dtype=torch.float64)
@@ -194,6 +262,23 @@ def test_the_bias_of_a_row_parallel_linear_counts_once(n):
     for y, expected, grad in launch(output_and_gradients, world_size=n, quiet=True):
         torch.testing.assert_close(y, expected)
         assert torch.equal(grad, torch.full_like(grad, 6.0))  # 2 · 3 tokens, on every rank
+
+
+def test_the_bias_of_a_row_parallel_linear_in_two_numbers():
+    """(1, 1)·(1, 2) + 10 = 13, not 23; its gradient over five rows is 5 on all ranks (case 28)."""
+
+    def thirteen() -> tuple[list[float], float]:
+        axis, linear = world(), nn.Linear(2, 1)
+        describe(linear)
+        with torch.no_grad():
+            linear.weight.copy_(torch.tensor([[1.0, 2.0]]))
+            linear.bias.fill_(10.0)
+        tensor_parallel.cut_linear(linear, axis, dim=1)
+        y = tensor_parallel.row_linear(axis, linear, torch.ones(5, 1))
+        y.sum().backward()
+        return y.flatten().tolist(), linear.bias.grad.item()
+
+    assert launch(thirteen, world_size=2, quiet=True).values == [([13.0] * 5, 5.0)] * 2
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -238,6 +323,57 @@ def test_vocabulary_parallel_loss_equals_the_plain_one(n):
         torch.testing.assert_close(grad, part)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_five_tokens_all_equally_likely_cost_ln_5(n):
+    """Not ln 6 or ln 8, as with rows made up for even shares; the labels are the first and last
+    token of each rank's part (case 32).
+    """
+
+    def loss() -> float:
+        axis = world()
+        parts = torch.arange(5).tensor_split(n)
+        first, columns = int(parts[axis.index][0]), len(parts[axis.index])
+        labels_T = torch.arange(5)
+        logits_TV = torch.zeros(5, columns)
+        return tensor_parallel.VocabularyLoss.apply(axis, first, logits_TV, labels_T).item()
+
+    for value in launch(loss, world_size=n, quiet=True):
+        assert value == pytest.approx(5 * math.log(5), rel=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_gradient_at_the_input_of_the_head_is_complete_on_every_rank(chunks):
+    """A part of the sum would not be seen in the loss (case 34)."""
+
+    def gradients() -> tuple[torch.Tensor, torch.Tensor]:
+        config = replace(CONFIG, vocab_size=6)
+        plain, model = (Llama(config, seed=1, dtype=torch.float64) for _ in range(2))
+        tensor_parallel.apply(model, world(), chunks)
+        torch.manual_seed(0)
+        x_BSD = torch.randn(2, 4, config.hidden_size, dtype=torch.float64, requires_grad=True)
+        labels_BS = torch.tensor([[0, 2, 3, 5], [1, -100, 4, 2]])
+        losses = [each.head_loss(each.lm_head, x_BSD, labels_BS)[0] for each in (plain, model)]
+        mine, whole = (torch.autograd.grad(loss, x_BSD)[0] for loss in losses)
+        return mine, whole
+
+    for mine, whole in launch(gradients, world_size=2, quiet=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_shards_of_norm_3_and_4_and_a_whole_12_have_the_norm_13():
+    """What is whole on both ranks counts once: not 17.7 (case 16)."""
+
+    def norm() -> float:
+        axis = world()
+        shard, whole = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        attach(shard, Layout("shard", (2,), (Cut(0, axis),)))
+        attach(whole, Layout("whole", (1,)))
+        shard.grad, whole.grad = torch.tensor([[3.0], [4.0]])[axis.index], torch.tensor([12.0])
+        return global_norm([shard, whole], all_reduce).item()
+
+    assert launch(norm, world_size=2, quiet=True).values == [13.0, 13.0]
+
+
 # bad input
 
 
@@ -252,6 +388,17 @@ def test_vocabulary_parallel_loss_equals_the_plain_one(n):
             "num_key_value_heads=3 and world=4: one must divide the other",
         ),
         ({"vocab_size": 1}, 2, "vocab_size=1 is below world=2"),
+        ({"intermediate_size": 3}, 2, "intermediate_size=3 is not divisible by world=2"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24},
+            2,
+            "num_key_value_heads=3 and world=2: one must divide the other",
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24},
+            4,
+            "num_attention_heads=6 is not divisible by world=4",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_both_numbers(changes, n, message):
@@ -267,3 +414,19 @@ def test_what_does_not_divide_is_refused_with_both_numbers(changes, n, message):
     run = launch(refused, world_size=n, quiet=True)
     assert all(message in text for text in run)
     assert not len(run.trace), "something was sent before the refusal"
+
+
+def test_a_second_cut_and_zero_chunks_are_refused():
+    def messages() -> list[str]:
+        model, said = Llama(CONFIG), []
+        with pytest.raises(ValueError) as error:
+            tensor_parallel.apply(model, world(), 0)
+        said.append(str(error.value))
+        tensor_parallel.apply(model, world())
+        with pytest.raises(ValueError) as error:
+            tensor_parallel.apply(model, world())
+        return [*said, str(error.value)]
+
+    for chunks, twice in launch(messages, world_size=2, quiet=True):
+        assert chunks == "loss_chunks must be at least 1, got 0"
+        assert twice.startswith("model.embed_tokens.weight is cut already: apply this once")
