@@ -112,6 +112,9 @@ class DataParallel(nn.Module):
 
     def put_in_order(self, params: list[nn.Parameter]) -> None:
         self.params, self.better_order = params, list[nn.Parameter]()
+        self.buckets, self.bucket_of = [], {}
+        for param in params:
+            param.grad_home = None  # type: ignore[attr-defined]  # old buckets go, then new come
         self.buckets = fill_buckets(params, self.max_bytes)
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.sent = 0
@@ -189,7 +192,8 @@ class DataParallel(nn.Module):
     def learn_order(self, seen: list[nn.Parameter]) -> None:
         """From the next step on buckets leave in the order in which gradients really come."""
         place_of = {param: place for place, param in enumerate(self.params)}
-        order = [*seen, *(param for param in self.params if param not in set(seen))]
+        took_part = set(seen)
+        order = [*seen, *(param for param in self.params if param not in took_part)]
         places = torch.tensor([place_of[param] for param in order])
         broadcast(places, self.axis)
         self.better_order, self.seen = [self.params[i] for i in places], None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 from functools import partial
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from picotron_edu import recompute
 from picotron_edu.data import Batch
-from picotron_edu.data_parallel import DataParallel
+from picotron_edu.data_parallel import DataParallel, fill_buckets
 from picotron_edu.layout import layout_of
 from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, zero_grads
@@ -352,6 +353,24 @@ def test_from_the_second_step_on_buckets_leave_in_the_order_of_readiness():
     for guess, *learned in on_ranks(order_of_buckets):
         assert guess == ["unused", "middle", "first", "last"]
         assert learned == [["last", "middle", "first", "unused"]] * 2
+
+
+def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch):
+    """Else the second step needs more memory than any other."""
+    alive = []
+
+    def fill(*args):
+        alive.append(old() is not None)
+        return fill_buckets(*args)
+
+    parallel = DataParallel(nn.Linear(2, 2), world())
+    old = weakref.ref(parallel.buckets[0].flat.untyped_storage())
+    monkeypatch.setattr("picotron_edu.data_parallel.fill_buckets", fill)
+    for _ in range(3):
+        parallel(torch.ones(1, 2)).sum().backward()
+        parallel.finish()
+        zero_grads(parallel.parameters())
+    assert alive == [False]
 
 
 def along_one_axis():
