@@ -105,12 +105,13 @@ class Unit:
         """The place for the gradients of the coming backward."""
         if self.grad is None:
             self.grad = self.full.new_empty(self.axis.size * self.length, dtype=self.grad_dtype)
-            self.grad[self.ends[-1] :] = 0  # the padding
             for param, view in zip(self.params, self.views(self.grad)):
                 param.grad_home = view  # type: ignore[attr-defined]
-                early = param.main_grad  # type: ignore[attr-defined]
-                if early is not None:  # another module than the unit's own has used the weight
-                    param.main_grad = view.copy_(early)  # type: ignore[attr-defined]
+                if param.main_grad is not None:  # type: ignore[attr-defined]
+                    raise RuntimeError(
+                        f"{layout_of(param).name} was used although {self.name} was not called: "
+                        f"ZeRO gathers the weights of a module when it is called"
+                    )
         return self.grad
 
     def hand_out(self) -> None:

@@ -77,6 +77,7 @@ def checkpoint_outside(model, stage, blocks_at_once):
     def run(first, x_BSD, *positions):
         for block in decoder.layers[first : first + blocks_at_once]:
             x_BSD = block(x_BSD, *positions)
+        _ = x_BSD * x_BSD  # not used, so that a recomputation goes on after the last block
         return x_BSD
 
     def forward(tokens_BS, positions_S):
@@ -475,16 +476,22 @@ def test_a_freed_weight_is_an_empty_tensor():
     assert on_ranks(read_a_freed_weight).values == [([1, 1, 1, 1], [], 0)] * 2
 
 
-def weight_of_another_module(stage):
+def weight_outside_its_module(stage, called):
     model = Zero(Toy(a=Scale(3), b=Scale(3)), world(), stage)
-    model(lambda toy, x: toy.b(toy.a(x)) * toy.a.w, 1.0).sum().backward()  # a.w is used outside a
+    model(lambda toy, x: toy.b(toy.a(x) if called else x) * toy.a.w, 1.0).sum().backward()
     model.finish()
     return [gradient.tolist() for gradient in gradients_of(model).values()]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_weight_that_another_module_uses_gets_its_whole_gradient(stage):
-    assert on_ranks(weight_of_another_module, stage).values == [[[4, 4, 4], [2, 2, 2]]] * 2
+def test_a_weight_that_is_used_outside_its_module_too_gets_its_whole_gradient(stage):
+    assert on_ranks(weight_outside_its_module, stage, True).values == [[[4, 4, 4], [2, 2, 2]]] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_whose_module_was_not_called_is_named(stage):
+    with pytest.raises(RankFailed, match=r"RuntimeError: a\.w was used although a was not called"):
+        on_ranks(weight_outside_its_module, stage, False)
 
 
 def buffers_over_time(stage):
