@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .board import Wait
-from .handle import OURS, TORCH
+from .handle import OURS, PACKAGE, TORCH
 
 COURSE = str(Path(OURS).parent / "course")
 LONGEST = 2000  # characters of an exception's message that a report shows
@@ -43,6 +43,8 @@ def location(filename: str, line: int, function: str = "") -> str:
         filename = "notebook cell"
     elif filename.startswith("<ranks cell"):
         filename = "%%ranks cell"
+    elif filename.startswith(PACKAGE):
+        filename = Path(filename).relative_to(Path(PACKAGE).parent).as_posix()
     inside = f", in {function}" if function and not function.startswith("<") else ""
     return f"{filename}, line {line}{inside}"
 

@@ -29,13 +29,14 @@ from .trace import Event
 
 # folders whose frames a report does not show; the "/" keeps them apart from, say, torchvision
 OURS = f"{Path(__file__).parent}{os.sep}"
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 TORCH = f"{Path(dist.__file__).parents[1]}{os.sep}"
 
 
 def caller() -> str:
-    """File and line of the innermost frame that is neither ours nor torch's, for reports."""
+    """File and line of the innermost frame that the reader wrote, for reports."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((OURS, TORCH)):
+    while frame.f_back and frame.f_code.co_filename.startswith((PACKAGE, TORCH)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -13,6 +13,7 @@ temporary folder: no port, no host name, nothing that a second launch could coll
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import socket
@@ -199,6 +200,7 @@ def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | Non
     try:
         return main(*args)
     finally:
+        gc.collect()  # models in cycles hold the group, whose threads must end before Python
         dist.destroy_process_group()
 
 
