@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from picotron_edu.layout import Cut, attach, describe, layout_of, piece_of, slice_of
 from picotron_edu.model import Llama, LlamaConfig
 from picotron_edu.presets import check_count
-from picotron_edu.ranks import Axis, all_reduce, divided, reduce_from
+from picotron_edu.ranks import Axis, all_reduce, divided, reduce_from, span
 
 
 def cut(param: nn.Parameter, axis: Axis, dim: int) -> None:
@@ -70,10 +70,9 @@ class ColumnLinears(Function):
             for grad_TF, weight_FD in zip(grads_TF[1:], weights_FD[1:]):
                 grad_TD.addmm_(grad_TF, weight_FD)
             message = all_reduce(grad_TD, ctx.axis, async_op=True)  # …and meanwhile:
-        grads_FD = [
-            grad_TF.T @ x_TD if wanted else None
-            for grad_TF, wanted in zip(grads_TF, ctx.needs_input_grad[2:])
-        ]
+        wanted = ctx.needs_input_grad[2:]
+        with span("weight gradient"):
+            grads_FD = [grad.T @ x_TD if want else None for grad, want in zip(grads_TF, wanted)]
         return None, message.wait().view(x_BSD.shape) if message else None, *grads_FD
 
 

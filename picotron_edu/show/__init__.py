@@ -5,7 +5,7 @@
     show.source(obj)                     the code itself
     show.timeline(run.trace)             who computed, sent and waited, in milliseconds
     show.ledger(run.trace)               bytes by operation and axis;  show.compare(rows)
-    show.mesh(grid)                      the grid of ranks
+    show.mesh(grid)                      the grid of ranks;  show.cuts(rows): who holds which part
     show.collective(name, before, after) what an operation did to the data;  show.ring(steps)
     show.alpha_beta(sizes, seconds)      latency and bandwidth
     show.memory_steps(records)           memory through a step;  show.activations, show.treemap
@@ -19,6 +19,7 @@ from picotron_edu.show.bars import bars, loss
 from picotron_edu.show.breakdown import memory_breakdown
 from picotron_edu.show.collectives import collective
 from picotron_edu.show.cost import alpha_beta, fit_alpha_beta
+from picotron_edu.show.cuts import cuts
 from picotron_edu.show.ledger import Row, compare, ledger
 from picotron_edu.show.memory import activations, memory_steps
 from picotron_edu.show.mesh import mesh
@@ -35,6 +36,7 @@ __all__ = [
     "bars",
     "collective",
     "compare",
+    "cuts",
     "fit_alpha_beta",
     "ledger",
     "loss",
