@@ -254,7 +254,7 @@ def test_a_rank_that_is_stopped_does_not_answer():
             os.kill(os.getpid(), signal.SIGSTOP)
         barrier(world())
 
-    error = fails(RanksHung, work, seconds=4.5, timeout=2)
+    error = fails(RanksHung, work, seconds=8, timeout=2)
     assert "rank 0 does not answer: busy outside Python, or stopped" in str(error)
 
 
@@ -383,7 +383,7 @@ def test_a_report_points_at_the_readers_line_and_not_into_pythons_library():
             sys.stdout.write("x\n")
         barrier(world())
 
-    error = fails(RanksHung, work, seconds=4.5, timeout=2)
+    error = fails(RanksHung, work, seconds=8, timeout=2)
     assert "in work" in error.waits[0].line and "test_failures.py" in error.waits[0].line
 
 
@@ -424,8 +424,8 @@ def test_an_earlier_call_left_open_is_told_when_it_does_not_match():
 
 def test_large_results_may_arrive_after_the_time_limit():
     def work():
-        time.sleep(0.3)
+        time.sleep(1.3)
         return torch.ones(20_000_000)
 
-    run = launch(work, world_size=2, quiet=True, timeout=0.9)
+    run = launch(work, world_size=2, quiet=True, timeout=2.5)
     assert run[1].numel() == 20_000_000

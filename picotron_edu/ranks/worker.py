@@ -156,14 +156,14 @@ def run_task(kind: str, payload: Any, pipe: Pipe, runtime: Runtime, names: dict[
         except SystemExit as leave:  # sys.exit() is a return, sys.exit(1) a failure
             if leave.code:
                 raise
+        flush()
+        board.set_state(RETURNED)  # from here on only its answer travels, however large
         answer = pack_answer(value)
     except BaseException as error:
         flush()
         board.set_state(FAILED)
         pipe.send("failed", describe(error, rank))
     else:
-        flush()
-        board.set_state(RETURNED)
         pipe.send("returned", answer, recorder.events, recorder.truncated)
 
 
