@@ -112,6 +112,17 @@ PICTURES = {
         show.memory_breakdown(PRESETS["llama-3-70b"], 1, 8192, recompute="full")
     ),
     "bars": lambda: show.bars({"before": 812e6, "after, with a long name": 331e6}, unit="bytes"),
+    "cuts": lambda: show.cuts(
+        [
+            {name: [[slice(0, 64), slice(64 * r, 64 * r + 64)] for r in range(2)] for name in "qo"},
+            {"up": [[slice(96 * r, 96 * r + 96), slice(0, 128)] for r in range(4)]},
+            {
+                "shared key": [
+                    [slice(32 * (r // 2), 32 * (r // 2) + 32), slice(0, 128)] for r in range(4)
+                ]
+            },
+        ]
+    ),
     "loss": lambda: show.loss([5.5 - 0.01 * i for i in range(100)]),
     "two losses": lambda: show.loss({"one rank": [5.0, 4.0], "4 ranks": [5.0, 4.0]}),
 }
