@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_edu.layout import attach, describe, layout_of
-from picotron_edu.optim import keep_main_grads, main_dtype
+from picotron_edu.optim import Param, keep_main_grads, main_dtype
 from picotron_edu.ranks import Axis, Handle, all_reduce, broadcast
 
 Mode = Literal["naive", "overlap", "bucketed"]
@@ -46,15 +46,15 @@ Mode = Literal["naive", "overlap", "bucketed"]
 class Bucket:
     """Gradients that travel in one message: neighbours in one vector, `flat`."""
 
-    params: list[nn.Parameter]
+    params: list[Param]
     flat: Tensor
-    waiting: set[nn.Parameter]  # whose gradient is not complete
+    waiting: set[Param]  # whose gradient is not complete
     handle: Handle | None = None  # its message, once it is under way
 
 
-def fill_buckets(params: Sequence[nn.Parameter], max_bytes: float) -> list[Bucket]:
+def fill_buckets(params: Sequence[Param], max_bytes: float) -> list[Bucket]:
     """Parameters of one type, in this order, together while they fit; each has its place there."""
-    groups: list[list[nn.Parameter]] = []
+    groups: list[list[Param]] = []
     kind, filled = None, 0
     for param in params:
         size = param.numel() * main_dtype(param).itemsize
@@ -68,7 +68,7 @@ def fill_buckets(params: Sequence[nn.Parameter], max_bytes: float) -> list[Bucke
         sizes = [p.numel() for p in group]
         flat = torch.zeros(sum(sizes), dtype=main_dtype(group[0]), device=group[0].device)
         for param, piece in zip(group, flat.split(sizes)):
-            param.grad_home = piece.view_as(param)  # type: ignore[attr-defined]
+            param.grad_home = piece.view_as(param)
         buckets.append(Bucket(group, flat, set(group)))
     return buckets
 
@@ -107,20 +107,20 @@ class DataParallel(nn.Module):
             attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
             param.register_post_accumulate_grad_hook(self.ready)
         self.syncing = True
-        self.seen: list[nn.Parameter] | None = []  # in the order in which they became ready
+        self.seen: list[Param] | None = []  # in the order in which they became ready
         self.put_in_order(params[::-1])  # a guess: what is used last has its gradient first
 
-    def put_in_order(self, params: list[nn.Parameter]) -> None:
-        self.params, self.better_order = params, list[nn.Parameter]()
+    def put_in_order(self, params: list[Param]) -> None:
+        self.params, self.better_order = params, list[Param]()
         self.buckets, self.bucket_of = [], {}
         for param in params:
-            param.grad_home = None  # type: ignore[attr-defined]  # old buckets go, then new come
+            param.grad_home = None  # old buckets go, then new come
         self.buckets = fill_buckets(params, self.max_bytes)
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.sent = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.better_order and all(p.main_grad is None for p in self.params):  # type: ignore[attr-defined]
+        if self.better_order and all(p.main_grad is None for p in self.params):
             self.put_in_order(self.better_order)
         for buffer in self.module.buffers():
             broadcast(buffer, self.axis)
@@ -135,7 +135,7 @@ class DataParallel(nn.Module):
         finally:
             self.syncing = before
 
-    def ready(self, param: nn.Parameter) -> None:
+    def ready(self, param: Param) -> None:
         """Backward calls this once a parameter, when its gradient is complete."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting:
@@ -157,8 +157,8 @@ class DataParallel(nn.Module):
 
     def send(self, bucket: Bucket) -> None:
         for param in bucket.params:
-            if param.main_grad is None:  # type: ignore[attr-defined]  # took no part on this rank
-                param.main_grad = param.grad_home.zero_()  # type: ignore[attr-defined]
+            if param.main_grad is None:  # took no part on this rank
+                param.main_grad = param.grad_home.zero_()
         message = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         bucket.handle = all_reduce(message, self.axis, async_op=True)
         self.sent += 1
@@ -189,7 +189,7 @@ class DataParallel(nn.Module):
         if self.seen is not None:
             self.learn_order(self.seen)
 
-    def learn_order(self, seen: list[nn.Parameter]) -> None:
+    def learn_order(self, seen: list[Param]) -> None:
         """From the next step on buckets leave in the order in which gradients really come."""
         place_of = {param: place for place, param in enumerate(self.params)}
         took_part = set(seen)

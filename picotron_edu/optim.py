@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from picotron_edu.layout import Axis, layout_of
 
+Param = Any  # an nn.Parameter that has main_grad, and maybe grad_home (see keep_main_grads)
 AllReduce = Callable[[Tensor, Any, str], Any]  # all_reduce(x, axis, op), in place
 
 
@@ -42,13 +43,14 @@ def keep_main_grads(model: nn.Module) -> None:
 
     A technique may say where the main gradient shall lie: in `param.grad_home`.
     """
+    param: Param
     for param in model.parameters():
         if param.requires_grad and not hasattr(param, "main_grad"):
-            param.main_grad = None  # type: ignore[attr-defined]
+            param.main_grad = None
             param.register_post_accumulate_grad_hook(add_to_main_grad)
 
 
-def add_to_main_grad(param: Any) -> None:
+def add_to_main_grad(param: Param) -> None:
     home = getattr(param, "grad_home", None)
     if param.main_grad is None and home is not None:
         param.main_grad = home.copy_(param.grad)

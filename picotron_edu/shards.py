@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_edu.layout import FlatCut, attach, layout_of
-from picotron_edu.optim import main_dtype
+from picotron_edu.optim import Param, main_dtype
 from picotron_edu.ranks import Axis, Handle, all_gather
 
 
@@ -26,7 +26,7 @@ class Unit:
     """Parameters that are gathered and reduced together: one vector `full`, this rank's `shard`."""
 
     def __init__(
-        self, name: str, params: list[nn.Parameter], axis: Axis, stage: int, grad_dtype: Any
+        self, name: str, params: list[Param], axis: Axis, stage: int, grad_dtype: Any
     ) -> None:
         self.name, self.params, self.axis = name, params, axis
         self.trained = params[0].requires_grad  # as all others of the unit
@@ -60,12 +60,12 @@ class Unit:
             for p, start, end in zip(self.params, starts, self.ends)
         ]
 
-    def piece(self, param: nn.Parameter, start: int, end: int) -> nn.Parameter:
+    def piece(self, param: Param, start: int, end: int) -> Param:
         """What the owner's optimizer sees: the part of `param` in this rank's shard, maybe none."""
         first, last = (min(max(at, start), end) for at in (self.own.start, self.own.stop))
         mine = self.shard[first - self.own.start : last - self.own.start] if first < last else None
-        piece = nn.Parameter(self.shard[:0] if mine is None else mine, param.requires_grad)
-        piece.main_grad = None  # type: ignore[attr-defined]
+        piece: Param = nn.Parameter(self.shard[:0] if mine is None else mine, param.requires_grad)
+        piece.main_grad = None
         layout, cut = layout_of(param), FlatCut(self.axis, first - start, last - start)
         return attach(piece, replace(layout, flat=cut))
 
@@ -106,8 +106,8 @@ class Unit:
         if self.grad is None:
             self.grad = self.full.new_empty(self.axis.size * self.length, dtype=self.grad_dtype)
             for param, view in zip(self.params, self.views(self.grad)):
-                param.grad_home = view  # type: ignore[attr-defined]
-                if param.main_grad is not None:  # type: ignore[attr-defined]
+                param.grad_home = view
+                if param.main_grad is not None:
                     raise RuntimeError(
                         f"{layout_of(param).name} was used although {self.name} was not called: "
                         f"ZeRO gathers the weights of a module when it is called"
@@ -124,7 +124,7 @@ class Unit:
             if part.dtype == piece.dtype:
                 piece.grad = part  # where torch's own optimizers look
             else:
-                piece.main_grad = part  # type: ignore[attr-defined]
+                piece.main_grad = part
         self.shard_grad = None
 
     @property
@@ -146,7 +146,7 @@ def units_of(module: nn.Module, axis: Axis, stage: int, grad_dtype: Any) -> dict
     needs: dict[nn.Module, list[Unit]] = {}
     for owner in sorted({*blocks, *loose}, key=[*names].index):
         params = list(owner.parameters(recurse=owner in blocks))
-        kinds: dict[Any, list[nn.Parameter]] = {}
+        kinds: dict[Any, list[Param]] = {}
         for param in params:
             if param not in units:
                 kinds.setdefault((param.dtype, param.requires_grad), []).append(param)

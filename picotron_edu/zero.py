@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from picotron_edu.layout import describe, layout_of
-from picotron_edu.optim import keep_main_grads
+from picotron_edu.optim import Param, keep_main_grads
 from picotron_edu.ranks import Axis, broadcast, reduce_scatter
 from picotron_edu.shards import Unit, units_of
 
@@ -156,7 +156,7 @@ class Zero:
         if self.stage > 1:
             self.end_backward()
 
-    def ready(self, param: nn.Parameter) -> None:
+    def ready(self, param: Param) -> None:
         """Backward calls this once a parameter, when its gradient is complete."""
         if not self.syncing:
             return
@@ -179,8 +179,8 @@ class Zero:
         """Start to sum a unit's gradients over the ranks, each shard to its owner."""
         whole = unit.prepare_grad()
         for param in unit.params:
-            if param.main_grad is None:  # type: ignore[attr-defined]  # took no part on this rank
-                param.grad_home.zero_()  # type: ignore[attr-defined]
+            if param.main_grad is None:  # took no part on this rank
+                param.grad_home.zero_()
         unit.reducing = reduce_scatter(whole, self.axis, async_op=True, label=unit.label)
         if self.stage > 1 and self.sent > 0:
             self.collect(self.backward_order[self.sent - 1])  # its memory is wanted back
@@ -203,7 +203,7 @@ class Zero:
             unit.shard_grad += summed
         unit.grad, unit.waiting = None, set(unit.params)
         for param in unit.params:
-            param.main_grad = param.grad_home = None  # type: ignore[attr-defined]
+            param.main_grad = param.grad_home = None
 
     def end_backward(self) -> None:
         """What has not left yet leaves now: units of which a parameter took no part."""
@@ -232,10 +232,10 @@ class Zero:
 
     # what an optimizer and a trainer see: this rank's pieces of what is trained
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[Param]:
         return iter(self.pieces.values())
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Param]]:
         return iter(self.pieces.items())
 
     @contextmanager
