@@ -1,10 +1,11 @@
 """Chapter 04 as a script: train a small Llama on real text, and share its states over the ranks.
 
-    torchrun --nproc_per_node 4 notebooks/04_zero.py                 all stages, one after the other
-    torchrun --nproc_per_node 2 notebooks/04_zero.py --zero 3 --steps 300
+    torchrun --standalone --nproc-per-node 4 notebooks/04_zero.py
+    torchrun --standalone --nproc-per-node 2 notebooks/04_zero.py --zero 3 --steps 300
     python notebooks/04_zero.py --nproc 2 --precision bfloat16 --accumulation 4
 
-For each stage: what a rank holds of weights, gradients and optimizer states, counted in its tensors
+Without --zero all four stages train, one after the other; `--zero 3` trains stages 0 and 3. For
+each stage: what a rank holds of weights, gradients and optimizer states, counted in its tensors
 and beside the formula; the bytes that it sends in a step; and the loss, which is that of stage 0.
 """
 
@@ -29,7 +30,7 @@ from picotron_edu.train import Diverged, TrainConfig, accumulate, build_model, s
 @dataclass(frozen=True)
 class Config(TrainConfig):
     steps: int = flag(20, "optimizer steps")
-    zero: Literal[0, 1, 2, 3] = flag(0, "compare this stage with stage 0 (0: all of them)")
+    zero: Literal[0, 1, 2, 3] = flag(0, "1, 2 or 3: train stages 0 and this; 0: all four")
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def run(config: Config, data: TextData) -> Result:
 
 def report(config: Config, results: Mapping[Literal[0, 1, 2, 3], Result]) -> None:
     """A line a stage; what is counted must be what the formulas say."""
-    print(
-        f"{world().size} ranks, {config.precision}; bytes that rank 0 holds, and sends in a step:"
-    )
+    n = world().size
+    ranks = f"{n} rank{'s' * (n > 1)}"
+    print(f"{ranks}, {config.precision}; bytes that rank 0 holds, and sends in a step:")
     columns = ("weights", "gradients", "optimizer", "sum", "formula", "sent", "formula", "loss")
     print(" " * 7 + "".join(f"{name:>11}" for name in columns))
     for stage, result in results.items():

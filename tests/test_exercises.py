@@ -175,6 +175,18 @@ def test_progress_tells_done_not_yet_and_wrong(tmp_path):
     assert text.endswith("1 of 5 done")
 
 
+def test_progress_does_not_give_away_a_planted_bug_that_nobody_has_touched(tmp_path):
+    hint = 'raise ExerciseError("Exercise 9.1: expected 2, got -2. Hint: look at the sign")'
+    notebook = build(solution_notebook(PLANTED_BUG))
+    notebook.cells[5].source = f'def check(number, fn):\n    {hint}\ncheck("9.1", f)'
+    given = nbformat.from_dict(notebook)
+    untouched, _ = judge(execute(notebook, tmp_path, allow_errors=True), given=given)
+    assert untouched.state == "not yet" and "Hint" not in untouched.message
+    notebook.cells[4].source = "def f(x):\n    return -x"
+    tried, _ = judge(execute(notebook, tmp_path, allow_errors=True), given=given)
+    assert tried.state == "wrong" and "look at the sign" in tried.message
+
+
 def test_progress_survives_a_kernel_that_dies(tmp_path):
     notebook = solution_notebook("import os; os._exit(1)")
     results = judge(execute(notebook, tmp_path, allow_errors=True))

@@ -36,7 +36,7 @@ def test_each_stage_is_counted_beside_its_formula_and_trains_the_same(command, r
         [*command, *SMALL], capture_output=True, text=True, timeout=100, cwd=ROOT, env=one_thread
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{ranks} ranks, " in done.stdout
+    assert f"{ranks} rank{'s' * (ranks > 1)}, " in done.stdout
     assert [f"stage {s} " in done.stdout for s in range(4)] == [s in stages for s in range(4)]
     assert "equal to the formulas to the byte; the losses agree to" in done.stdout
 

@@ -16,9 +16,11 @@ def prediction(yours: float, measured: float, unit: str = "") -> None:
 
     unit   "seconds" chooses a readable unit (µs, ms, s); any other is written after the numbers
     """
-    for name, value in (("yours", yours), ("measured", measured)):
+    if yours is ...:
+        raise TypeError("your guess is still ...: put a number in place of the dots")
+    for name, value in (("your guess", yours), ("what was measured", measured)):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: give a number")
+            raise TypeError(f"{name} is {value!r}: it must be a number")
     print(f"you said {_text(yours, unit)}, it is {_text(measured, unit)}: ", end="")
     print(verdict(yours, measured))
 
