@@ -6,11 +6,15 @@
     torchrun --nproc_per_node 2 notebooks/02_activation_recompute.py     (or: python … --nproc 2)
 
 It trains under each policy from the same weights and on the same batches, and prints a line for
-each: bytes that wait for backward, peak of memory, time of a step, MFU and HFU. The losses must be
-the same to the last bit. On several ranks every rank is a replica, whose losses must be the same.
+each: bytes that wait for backward, peak of memory, time of a step, MFU and HFU. Steps are timed in
+turns, one under each policy, so that a busy moment of the machine meets all of them. The losses
+must be the same to the last bit. On several ranks every rank is a replica, whose losses must be the
+same.
 """
 
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +25,12 @@ import torch
 
 from picotron_edu import recompute
 from picotron_edu.flags import flag
-from picotron_edu.flops import Peak, model_flops, recomputed_flops
+from picotron_edu.flops import model_flops, recomputed_flops
 from picotron_edu.memory import measured_activation_bytes
 from picotron_edu.memory_watch import MemoryWatch
 from picotron_edu.model import token_loss_sum
 from picotron_edu.optim import AdamW
+from picotron_edu.presets import check_count
 from picotron_edu.ranks import all_reduce, device, entrypoint, world
 from picotron_edu.report import History, in_units
 from picotron_edu.train import Diverged, TrainConfig, train, train_step
@@ -36,6 +41,7 @@ COLUMNS = "policy        waiting     peak    step     MFU    HFU   last loss"
 @dataclass(frozen=True)
 class Config(TrainConfig):
     steps: int = flag(20, "optimizer steps under each policy")
+    repeats: int = flag(10, "timed steps under each policy, in turns; at least 1")
     compare: bool = flag(True, "train under each policy; without it, under --recompute alone")
 
 
@@ -43,19 +49,21 @@ def main(config: Config) -> int:
     """Train a Llama on text under each policy of recomputation, and compare."""
     speaker = world().index == 0
     policies = get_args(recompute.Policy) if config.compare else (config.recompute,)
-    losses, peak = {}, None
+    losses, sizes = {}, {}
     try:
+        check_count("repeats", config.repeats)
         data = config.text()
-        if speaker:
-            print(COLUMNS, flush=True)
         for policy in policies:
-            chosen = replace(config, recompute=policy)
-            history = train(chosen, progress=False, data=data)
+            history = train(replace(config, recompute=policy), progress=False, data=data)
             losses[policy] = torch.tensor(history.losses, dtype=torch.float64, device=device())
-            peak = peak or history.peak  # the machine's, measured once
-            line = report(policy, chosen, history, peak)
-            if speaker:
-                print(line, flush=True)
+            sizes[policy] = waiting_and_peak(config, history)
+        times = seconds(config, history, policies)
+        if speaker:
+            print(COLUMNS)
+            for policy in policies:
+                line = report(policy, config, history, times[policy])
+                waiting, peak = map(in_units, sizes[policy])
+                print(f"{policy:10} {waiting:>10} {peak:>8} {line} {losses[policy][-1]:11.6f}")
     except (Diverged, ValueError, OSError, ImportError) as error:
         if speaker:
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
@@ -65,25 +73,47 @@ def main(config: Config) -> int:
     return 0
 
 
-def report(policy: recompute.Policy, config: Config, history: History, peak: Peak) -> str:
+def waiting_and_peak(config: Config, history: History) -> tuple[int, int]:
+    """Bytes that wait for the backward of a micro-batch, and the most in a step."""
     model, micro = history.model, config.micro_batch_size
-    where = model.lm_head.weight.device
-    batch = history.data.batch(0).to(where)
+    batch = history.data.batch(0).to(model.lm_head.weight.device)
     inputs_BS, labels_BS = batch.inputs_BS[:micro], batch.labels_BS[:micro]
     waiting = measured_activation_bytes(
         model, lambda: token_loss_sum(model(inputs_BS), labels_BS)[0]
     )
     optimizer = AdamW(model.named_parameters())
     step = partial(train_step, model, batch, optimizer, micro, config.lr)
-    seconds = median(record.seconds for record in history)
-    shape = (model.config, len(batch), config.sequence_length)
+    return waiting, peak_of(step, model, optimizer)
+
+
+def seconds(
+    config: Config, history: History, policies: Sequence[recompute.Policy]
+) -> dict[recompute.Policy, float]:
+    """Median time of a step under each policy: one model, which takes turns with them."""
+    model = history.model
+    batch = history.data.batch(0).to(model.lm_head.weight.device)
+    optimizer = AdamW(model.named_parameters())
+    times: dict[recompute.Policy, list[float]] = {policy: [] for policy in policies}
+    for repeat in range(config.repeats + 1):  # the first turn makes the optimizer's states
+        for policy in policies:
+            recompute.apply(model, policy)
+            begin = time.perf_counter()
+            loss, _ = train_step(model, batch, optimizer, config.micro_batch_size, config.lr)
+            loss.item()  # waits until the device has finished
+            if model.lm_head.weight.is_cuda:
+                torch.cuda.synchronize()  # the optimizer, too
+            if repeat:
+                times[policy].append(time.perf_counter() - begin)
+    return {policy: median(each) for policy, each in times.items()}
+
+
+def report(policy: recompute.Policy, config: Config, history: History, seconds: float) -> str:
+    """Time, MFU and HFU of a step."""
+    shape = (history.model.config, history.data.global_batch_size, config.sequence_length)
     needed = model_flops(*shape).total
     done = needed + recomputed_flops(*shape, policy).total
-    mfu, hfu = (100 * peak.utilization(flops, seconds) for flops in (needed, done))
-    return (
-        f"{policy:10} {in_units(waiting):>10} {in_units(peak_of(step, model, optimizer)):>8} "
-        f"{1e3 * seconds:4.0f} ms {mfu:5.1f} % {hfu:4.1f} % {history[-1].loss:11.6f}"
-    )
+    mfu, hfu = (100 * history.peak.utilization(flops, seconds) for flops in (needed, done))
+    return f"{1e3 * seconds:4.0f} ms {mfu:5.1f} % {hfu:4.1f} %"
 
 
 def peak_of(step: partial, model: torch.nn.Module, optimizer: AdamW) -> int:

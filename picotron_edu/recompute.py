@@ -29,7 +29,7 @@ gradient is that of another function than the loss), autocast, and the rank's co
 a GPU, backward runs in a thread that does not know them).
 
 Sources: Chen et al. 2016, *Training deep nets with sublinear memory cost* (arXiv 1604.06174,
-section 3); selective: Korthikanti et al. 2022 (arXiv 2205.05198, section 5). PyTorch's own, which
+section 4); selective: Korthikanti et al. 2022 (arXiv 2205.05198, section 5). PyTorch's own, which
 gives the same bits, is torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False).
 """
 
@@ -99,7 +99,7 @@ class Call:
         return len(self.dropped) - 1
 
     def get(self, number: int) -> Tensor:
-        """The tensor, forgotten as it is handed out. Who asks twice has it made a third time."""
+        """The tensor, forgotten as it is handed out; asked for twice, it is made a third time."""
         if number not in self.again:
             self.again = dict(enumerate(self.surroundings.run(self.call_again)))
         tensor, before = self.again.pop(number), self.dropped[number]

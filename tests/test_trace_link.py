@@ -235,6 +235,20 @@ def test_an_asynchronous_message_ends_when_it_arrives_not_when_it_is_waited_for(
         assert event.end - event.start < 0.2
 
 
+def test_what_a_span_encloses_and_when_its_messages_are_on_the_link():
+    link = Link(latency_us=1000, gbps=1)  # an all-reduce of two ranks: 2 hops, 2/2 of the bytes
+    whole = Event(0, "compute", "step", 0.0, 0.1)
+    backward = Event(0, "compute", "backward", 0.01, 0.02)
+    queued = [comm(0, "all_reduce", "world", 125_000, 125_000, 0.015, end) for end in (0.02, 0.023)]
+    others = [Event(1, "compute", "backward", 0.01, 0.02), Event(0, "compute", "next", 0.09, 0.11)]
+    inside = Trace([whole, backward, *queued, *others]).inside(whole)
+    assert [*inside] == [backward, *queued]
+    on_link = inside.on_link(link, n=2)
+    assert [*on_link.of(lane="compute")] == [backward]
+    starts_ends = [(e.start, e.end) for e in on_link.of(lane="comm")]
+    assert starts_ends == [(0.017, 0.02), (0.02, 0.023)]
+
+
 # ---- the file for Perfetto -----------------------------------------------------------------------
 
 NUMBER = {"type": "integer", "minimum": 0}

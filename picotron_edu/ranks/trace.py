@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, overload
 
+from picotron_edu.ranks.link import Link
+
 MAX_EVENTS = 200_000  # a rank stops writing here; `Trace.truncated` says so
 
 
@@ -148,6 +150,23 @@ class Trace(Sequence[Event]):
         wanted = {key: value for key, value in wanted.items() if value is not None}
         kept = [e for e in self if all(getattr(e, k) == v for k, v in wanted.items())]
         return Trace(kept, self.truncated)
+
+    def inside(self, whole: Event) -> Trace:
+        """What the rank of `whole`, a span around other things, began and ended within it."""
+        parts = [e for e in self.of(rank=whole.rank) if whole.start < e.start and e.end < whole.end]
+        return Trace(parts, self.truncated)
+
+    def on_link(self, link: Link, n: int) -> Trace:
+        """Each message, among `n` ranks, from when it is on the emulated `link`: it may have waited
+        for its turn before. To 0.1 µs, so that messages that follow each other do not overlap.
+        """
+        moved = []
+        for e in self:
+            if e.lane == "comm":
+                start = e.end - link.seconds(e.name, e.payload_bytes, n)
+                e = e._replace(start=round(start, 7), end=round(e.end, 7))
+            moved.append(e)
+        return Trace(moved, self.truncated)
 
     def wire_bytes(self, rank: int | None = None, operation: str | None = None) -> float:
         """Bytes sent: by one rank, or by all; by one operation, or by all."""
