@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_edu.layout import attach, describe, layout_of
-from picotron_edu.optim import Param, keep_main_grads, main_dtype
+from picotron_edu.optim import Param, keep_main_grads, main_dtype, zero_grads
 from picotron_edu.ranks import Axis, Handle, all_reduce, broadcast
 
 Mode = Literal["naive", "overlap", "bucketed"]
@@ -102,8 +102,11 @@ class DataParallel(nn.Module):
         params = [param for param in module.parameters() if param.requires_grad]
         for param in params:
             layout = layout_of(param)
-            if axis in layout.partial_over:
-                raise ValueError(f"{layout.name} is summed over {axis.name} already: wrap once")
+            if hasattr(param, "grad_home"):
+                raise ValueError(
+                    f"{layout.name} is in a data-parallel wrapper already: wrap a model once, and "
+                    f"over two axes by their joined one, such as mesh.dp_cp"
+                )
             attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
             param.register_post_accumulate_grad_hook(self.ready)
         self.syncing = True
@@ -126,6 +129,9 @@ class DataParallel(nn.Module):
             broadcast(buffer, self.axis)
         return self.module(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        zero_grads(self.module.parameters())  # the main gradients, too
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only add up; the last one of a step belongs outside."""
@@ -141,8 +147,8 @@ class DataParallel(nn.Module):
         if param not in bucket.waiting:
             raise RuntimeError(
                 f"{layout_of(param).name} got a gradient after its sum over {self.axis.name} had "
-                f"begun: call finish() after each step, and run all backward passes of a step but "
-                f"the last one in no_sync()"
+                f"begun: call finish() after each step (after an interrupted one, too, then zero "
+                f"the gradients), and run all backward passes of a step but the last in no_sync()"
             )
         if not self.syncing:
             return

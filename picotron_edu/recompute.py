@@ -213,7 +213,7 @@ def apply(model: nn.Module, policy: Policy, layers: Sequence[int] | None = None)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if not blocks:
         raise ValueError(f"model must hold blocks of a Llama, got {type(model).__name__} without")
-    chosen = range(len(blocks)) if layers is None else layers
+    chosen = list(range(len(blocks)) if layers is None else layers)
     for layer in chosen:
         if layer not in range(len(blocks)):
             raise ValueError(f"layers must be from 0 to {len(blocks) - 1}, got {layer!r}")

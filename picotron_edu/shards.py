@@ -32,8 +32,12 @@ class Unit:
         self.trained = params[0].requires_grad  # as all others of the unit
         for param in params:
             layout = layout_of(param)
-            if axis in layout.partial_over:
-                raise ValueError(f"{layout.name} is summed over {axis.name} already: wrap once")
+            if hasattr(param, "grad_home"):
+                raise ValueError(
+                    f"{layout.name} is in a data-parallel wrapper already: wrap a model once, and "
+                    f"over two axes by their joined one, such as mesh.dp_cp"
+                )
+            param.grad_home = None
             attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
         self.ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
         self.length = -(-self.ends[-1] // axis.size)  # of a shard: rounded up
@@ -155,3 +159,14 @@ def units_of(module: nn.Module, axis: Axis, stage: int, grad_dtype: Any) -> dict
             units |= dict.fromkeys(kind, unit)
         needs[owner] = list(dict.fromkeys(units[param] for param in params))
     return needs
+
+
+def refuse_kept_tensors(name: str, owner: nn.Module) -> None:
+    """Backward through a tensor that a module keeps may come before its weights are there."""
+    for module in owner.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise TypeError(
+                    f"{name} keeps a tensor of its graph as an attribute, {key!r}: in stage 3 a "
+                    f"module must return what the loss uses (an auxiliary loss, say)"
+                )

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from picotron_edu.layout import describe, layout_of
 from picotron_edu.optim import Param, keep_main_grads
 from picotron_edu.ranks import Axis, broadcast, reduce_scatter
-from picotron_edu.shards import Unit, units_of
+from picotron_edu.shards import Unit, refuse_kept_tensors, units_of
 
 PLAIN = (bool, int, float, str, NoneType)  # what a module may return beside tensors
 
@@ -51,9 +51,8 @@ class Zero:
     Its parameters are this rank's pieces, flat, with a layout that says of what: any optimizer that
     treats elements alone works on them. `train.accumulate` calls no_sync() and finish() where they
     belong. grad_dtype: of the gradients that are kept and sent, None for float32. prefetch: whether
-    stage 3 gathers a unit while the one before it computes.
-
-    In stage 3 all ranks must run the same modules in the same order.
+    stage 3 gathers a unit while the one before it computes. In stage 3 all ranks must run the same
+    modules in the same order.
     """
 
     def __init__(
@@ -111,6 +110,8 @@ class Zero:
         for unit in self.needs[owner]:
             if self.stage == 3 and unit not in self.going_back:
                 unit.free()
+        if self.stage == 3 and torch.is_grad_enabled():
+            refuse_kept_tensors(self.needs[owner][0].name, owner)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 if leaf.requires_grad:
@@ -164,8 +165,8 @@ class Zero:
         if param not in unit.waiting:
             raise RuntimeError(
                 f"{layout_of(param).name} got a second gradient that would not be summed over "
-                f"{self.axis.name}: call finish() after each step, and run all backward passes of "
-                f"a step but the last one in no_sync()"
+                f"{self.axis.name}: call finish() after each step (after an interrupted one, too, "
+                f"then zero the gradients); and run every other backward in a no_sync() of its own"
             )
         unit.waiting.remove(param)
         # in one order on all ranks: a unit leaves when it and all before it are complete
@@ -231,7 +232,6 @@ class Zero:
             unit.expire()  # the owners are about to change their shards
 
     # what an optimizer and a trainer see: this rank's pieces of what is trained
-
     def parameters(self) -> Iterator[Param]:
         return iter(self.pieces.values())
 

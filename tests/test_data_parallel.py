@@ -17,7 +17,7 @@ from picotron_edu.data_parallel import DataParallel, fill_buckets
 from picotron_edu.layout import layout_of
 from picotron_edu.model import Llama, token_loss_sum
 from picotron_edu.optim import AdamW, clip_by_global_norm, zero_grads
-from picotron_edu.ranks import Link, Mesh, RankFailed, all_reduce, launch, span, world
+from picotron_edu.ranks import Axis, Link, Mesh, RankFailed, all_reduce, launch, span, world
 from picotron_edu.train import Diverged, TrainConfig, evaluate, train, train_step
 
 MODES = ["naive", "overlap", "bucketed"]
@@ -511,8 +511,19 @@ def test_wrong_arguments_are_named(arguments, message):
 
 def test_a_model_is_wrapped_once():
     parallel = DataParallel(nn.Linear(1, 1), world())
-    with pytest.raises(ValueError, match="weight is summed over world already"):
+    with pytest.raises(ValueError, match="weight is in a data-parallel wrapper already"):
         DataParallel(parallel.module, world())
+    with pytest.raises(ValueError, match=r"over two axes by their joined one, such as mesh\.dp_cp"):
+        DataParallel(parallel, Axis("cp", 1, 0, (0,)))  # dp outside, cp inside: half of the sum
+
+
+def test_zero_grad_clears_the_main_gradients_too():
+    parallel = DataParallel(nn.Linear(1, 1, bias=False), world())
+    for _ in range(3):
+        parallel(torch.full((1, 1), 2.0)).sum().backward()
+        parallel.finish()
+        assert parallel.module.weight.main_grad.item() == 2
+        parallel.zero_grad()
 
 
 # The trainer

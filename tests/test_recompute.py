@@ -451,7 +451,13 @@ def counted_calls(model):
 
 
 @pytest.mark.parametrize(
-    ("layers", "counts"), [(None, [2, 2, 2]), ([0, 2], [2, 1, 2]), (range(0, 3, 2), [2, 1, 2])]
+    ("layers", "counts"),
+    [
+        (None, [2, 2, 2]),
+        ([0, 2], [2, 1, 2]),
+        (range(0, 3, 2), [2, 1, 2]),
+        (iter([0, 2]), [2, 1, 2]),
+    ],
 )
 def test_only_the_layers_chosen_run_again(layers, counts):
     model = Llama(CONFIGS[1])

@@ -549,8 +549,25 @@ def test_a_wrong_stage_is_named(stage):
 def test_a_model_is_wrapped_once():
     model = Scale()
     Zero(model, world(), stage=3)
-    with pytest.raises(ValueError, match="w is summed over world already: wrap once"):
+    with pytest.raises(ValueError, match="w is in a data-parallel wrapper already"):
         Zero(model, world(), stage=3)
+
+
+class KeepsItsAuxiliaryLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        self.auxiliary = (self.w * x).square()
+        return self.w * x
+
+
+def test_a_tensor_of_the_graph_that_a_module_keeps_is_refused_in_stage_3():
+    """Its backward may come before the module's weights are there."""
+    with pytest.raises(TypeError, match="keeps a tensor of its graph as an attribute, 'auxiliary'"):
+        Zero(KeepsItsAuxiliaryLoss(), world(), stage=3)(torch.ones(1))
+    Zero(KeepsItsAuxiliaryLoss(), world(), stage=2)(torch.ones(1))
 
 
 def test_to_freeze_later_is_refused():

@@ -98,9 +98,9 @@ def gather_compute_free(forward_backward: Answer) -> str:
                     rtol=1e-4,
                     atol=1e-5,
                 )
-            if most > 4:
+            if most > 5:  # 2 or 3, and what threads that talk let go of a moment later
                 fail(
-                    f"right, but expected at most 4 tensors of a matrix's size at one time, "
+                    f"right, but expected at most 5 tensors of a matrix's size at one time, "
                     f"got {most} on rank {rank}",
                     "forget W after forward (`del`), and gather it again in backward",
                 )
