@@ -89,8 +89,8 @@ def compare_with_one_rank(config: Config, data: TextData) -> str:
     if not worst < TOLERANCE[config.precision]:
         raise RuntimeError(f"{n} ranks do not train like one: losses or norms {worst:.1e} apart")
     return (
-        f"{n} ranks × {k} micro-batch{'es' * (k > 1)} = 1 rank × {n * k}: losses and gradient norms of "
-        f"{len(shared)} steps agree to {max(worst, 1e-7):.0e}."
+        f"{n} ranks × {k} micro-batch{'es' * (k > 1)} = 1 rank × {n * k}: losses and "
+        f"gradient norms of {len(shared)} steps agree to {max(worst, 1e-7):.0e}."
     )
 
 
