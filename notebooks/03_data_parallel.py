@@ -13,6 +13,7 @@ sums alone.
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,10 @@ from picotron_edu.data import Batch, TextData
 from picotron_edu.data_parallel import DataParallel, Mode
 from picotron_edu.flags import flag
 from picotron_edu.optim import zero_grads
+from picotron_edu.presets import check_count
 from picotron_edu.ranks import all_reduce, barrier, device, entrypoint, world
 from picotron_edu.train import Diverged, TrainConfig, accumulate, build_model, evaluate, train
+from picotron_edu.zero import Zero
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # the ranks add up in another order
 
@@ -37,6 +40,11 @@ class Config(TrainConfig):
     bucket_mb: float = flag(1.0, "size of a bucket of gradients, in 10^6 bytes")
     check_steps: int = flag(3, "steps to compare with one rank alone; 0: none")
     repeats: int = flag(5, "of each timing; 0: none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("check_steps", "repeats"):
+            check_count(name, getattr(self, name), least=0)
 
 
 def main(config: Config) -> int:
@@ -52,7 +60,7 @@ def main(config: Config) -> int:
         loss = evaluate(history.model, batches, history.model.lm_head.weight.device, total)
         lines = [f"{axis.size} × {history.summary()}", f"loss on text it has not seen: {loss:.3f}"]
         if axis.size > 1:
-            lines.append(compare_replicas(history.model))
+            lines.append(compare_replicas(history.trained))
             if config.check_steps:
                 lines.append(compare_with_one_rank(config, data))
             if config.repeats:
@@ -66,9 +74,10 @@ def main(config: Config) -> int:
     return 0
 
 
-def compare_replicas(model: torch.nn.Module) -> str:
+def compare_replicas(model: DataParallel | Zero) -> str:
     """All ranks hold the same weights, to the last bit."""
-    mine = torch.cat([param.detach().flatten() for param in model.parameters()])
+    with model.whole() if isinstance(model, Zero) else nullcontext(model) as whole:
+        mine = torch.cat([param.detach().flatten() for param in whole.parameters()])
     least, most = (all_reduce(mine.clone(), world(), op) for op in ("min", "max"))
     if not torch.equal(least, most):
         raise RuntimeError("the replicas differ: their gradients were not the same")
