@@ -107,7 +107,7 @@ class Picture:
 
 def finish(figure: Figure, caption: str) -> Picture:
     """Write `caption` under the figure, show it once if this is a notebook, return the Picture."""
-    characters = int(figure.get_size_inches()[0] * 13.2)
+    characters = int(figure.get_size_inches()[0] * 12.7)  # wide letters, too
     figure.supxlabel(
         textwrap.fill(caption, characters),
         x=0.01,
