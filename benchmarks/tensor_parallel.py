@@ -9,11 +9,10 @@ neighbouring steps: below 1.0 ours is faster.
 from __future__ import annotations
 
 import statistics
-import time
-import warnings
 from collections.abc import Callable
 
 import torch
+from pairs.in_turn import in_turn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from picotron_edu import tensor_parallel
 from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
-from picotron_edu.ranks import all_reduce, barrier, launch, world
+from picotron_edu.ranks import launch, world
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -81,26 +80,11 @@ def torchs() -> Step:
     return step
 
 
-def in_turn() -> tuple[list[float], list[float]]:
-    """Seconds of the slowest rank, for each step of both."""
-    warnings.simplefilter("ignore")
-    steps = [ours(), torchs()]
-    first = [step() for step in steps]
-    assert abs(first[0] - first[1]) < 1e-4, first  # it is the same work
-    times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(REPEATS + 2):
-        for which in (0, 1) if repeat % 2 else (1, 0):
-            barrier(world())
-            begin = time.perf_counter()
-            steps[which]()
-            took = torch.tensor(time.perf_counter() - begin)
-            times[which].append(all_reduce(took, world(), "max").item())
-    return times[0][2:], times[1][2:]
-
-
 def main() -> None:
     print(f"2 ranks, gloo, 4 layers of 256, {ROWS}×{SEQUENCE} tokens, float32, forward + backward")
-    mine, other = launch(in_turn, world_size=2, quiet=True, trace=False, timeout=300)[0]
+    mine, other = launch(
+        in_turn, ours, torchs, REPEATS, 2, world_size=2, quiet=True, trace=False, timeout=300
+    )[0]
     ratio = statistics.median(a / b for a, b in zip(mine, other))
     times = f"{statistics.median(mine) * 1e3:4.0f} ms / {statistics.median(other) * 1e3:4.0f} ms"
     print(f"  {'tensor parallel / parallelize_module':38} {times} = {ratio:.2f}   goal 0.8")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import resource
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 
 import torch
+from pairs.in_turn import Step, in_turn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from picotron_edu.data import Batch
 from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
 from picotron_edu.optim import AdamW
-from picotron_edu.ranks import all_reduce, barrier, launch, world
+from picotron_edu.ranks import all_reduce, launch, world
 from picotron_edu.train import accumulate
 from picotron_edu.zero import Zero
 
@@ -37,7 +37,6 @@ CONFIG = LlamaConfig(
     num_key_value_heads=8,
 )
 ROWS, SEQUENCE, REPEATS = 4, 256, 12
-Step = Callable[[], float]
 
 
 def my_rows() -> Batch:
@@ -90,23 +89,6 @@ def torch_zero1() -> Step:
     return step_of(model, optimizer)
 
 
-def in_turn(make_ours: Callable[[], Step], make_theirs: Callable[[], Step]) -> tuple[list, list]:
-    """Seconds of the slowest rank, for each step of both."""
-    warnings.simplefilter("ignore")
-    steps = [make_ours(), make_theirs()]
-    first = [step() for step in steps]
-    assert abs(first[0] - first[1]) < 1e-4, first  # it is the same work
-    times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(REPEATS + 1):
-        for which in (0, 1) if repeat % 2 else (1, 0):
-            barrier(world())
-            begin = time.perf_counter()
-            steps[which]()
-            took = torch.tensor(time.perf_counter() - begin)
-            times[which].append(all_reduce(took, world(), "max").item())
-    return times[0][1:], times[1][1:]
-
-
 def peak_megabytes(make: Callable[[], Step]) -> float:
     warnings.simplefilter("ignore")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -124,7 +106,7 @@ def main() -> None:
     }
     print(f"2 ranks, gloo, 4 layers of 256, {ROWS}×{SEQUENCE} tokens each, float32")
     for name, (make_ours, make_theirs, goal) in pairs.items():
-        mine, other = launch(in_turn, make_ours, make_theirs, **settings)[0]
+        mine, other = launch(in_turn, make_ours, make_theirs, REPEATS, 1, **settings)[0]
         peaks = [launch(peak_megabytes, make, **settings)[0] for make in (make_ours, make_theirs)]
         ratio = statistics.median(a / b for a, b in zip(mine, other))
         times = (

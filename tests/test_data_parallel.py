@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import CONFIG, Rank, assert_same_training
 from torch import nn
+from toys import Toy
 
 from picotron_edu import recompute
 from picotron_edu.data import Batch
@@ -62,18 +63,6 @@ def test_tied_weights_and_recomputation_change_nothing(tied, policy):
 
 
 # What ranks share from the start, and the scale of the sum
-
-
-class Toy(nn.Module):
-    """Names like those of a real model; what forward uses is up to the test."""
-
-    def __init__(self, **parts):
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, use, *args):
-        return use(self, *args)
 
 
 def one_weight(dtype=torch.float64):

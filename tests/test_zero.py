@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import CONFIG, Rank, assert_same_training, gathered, make_batches
 from torch import nn
+from toys import Toy
 
 from picotron_edu import recompute
 from picotron_edu.layout import describe
@@ -201,18 +202,6 @@ def test_bfloat16_weights_with_float32_masters_equal_one_rank_to_the_last_bit():
 
 
 # Small modules of every kind
-
-
-class Toy(nn.Module):
-    """What forward uses is up to the test."""
-
-    def __init__(self, **parts):
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, use, *args):
-        return use(self, *args)
 
 
 def vector(*numbers):
