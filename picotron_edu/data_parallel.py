@@ -29,15 +29,25 @@ Source: Li et al., "PyTorch Distributed", 2006.15704, section 3.2 (buckets, hook
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from picotron_edu.layout import attach, describe, layout_of
-from picotron_edu.optim import Param, keep_main_grads, main_dtype, zero_grads
+from picotron_edu.layout import layout_of
+from picotron_edu.optim import Param, grad_of, main_dtype, zero_grads
+from picotron_edu.presets import check_choice, check_number
 from picotron_edu.ranks import Axis, Handle, all_reduce, broadcast
+from picotron_edu.wrapping import (
+    check_dtype,
+    hand_out,
+    make_partial,
+    mark_finished,
+    refuse_finished,
+    start_equal,
+)
 
 Mode = Literal["naive", "overlap", "bucketed"]
 
@@ -89,25 +99,16 @@ class DataParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode={mode!r}: must be one of {', '.join(get_args(Mode))}")
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: must be above 0")
+        check_choice("mode", mode, get_args(Mode))
+        check_number("bucket_mb", bucket_mb)
+        check_dtype("reduce_dtype", reduce_dtype)
         self.module, self.axis, self.mode, self.reduce_dtype = module, axis, mode, reduce_dtype
         self.max_bytes = 1e6 * bucket_mb if mode == "bucketed" else 0  # 0: a message each
-        for tensor in (*module.parameters(), *module.buffers()):
-            broadcast(tensor.detach(), axis)  # the ranks start equal, wherever weights came from
-        describe(module)
-        keep_main_grads(module)
+        start_equal(module, axis)
         params = [param for param in module.parameters() if param.requires_grad]
         for param in params:
-            layout = layout_of(param)
-            if hasattr(param, "grad_home"):
-                raise ValueError(
-                    f"{layout.name} is in a data-parallel wrapper already: wrap a model once, and "
-                    f"over two axes by their joined one, such as mesh.dp_cp"
-                )
-            attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
+            make_partial(param, axis)
+            param.register_hook(partial(self.before_gradient, param))
             param.register_post_accumulate_grad_hook(self.ready)
         self.syncing = True
         self.seen: list[Param] | None = []  # in the order in which they became ready
@@ -123,7 +124,7 @@ class DataParallel(nn.Module):
         self.sent = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.better_order and all(p.main_grad is None for p in self.params):
+        if self.better_order and all(grad_of(p) is None for p in self.params):
             self.put_in_order(self.better_order)
         for buffer in self.module.buffers():
             broadcast(buffer, self.axis)
@@ -140,6 +141,9 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.syncing = before
+
+    def before_gradient(self, param: Param, _: Tensor) -> None:
+        refuse_finished(param)
 
     def ready(self, param: Param) -> None:
         """Backward calls this once a parameter, when its gradient is complete."""
@@ -164,6 +168,7 @@ class DataParallel(nn.Module):
     def send(self, bucket: Bucket) -> None:
         for param in bucket.params:
             if param.main_grad is None:  # took no part on this rank
+                refuse_finished(param)
                 param.main_grad = param.grad_home.zero_()
         message = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         bucket.handle = all_reduce(message, self.axis, async_op=True)
@@ -191,6 +196,10 @@ class DataParallel(nn.Module):
             if summed is not bucket.flat:
                 bucket.flat.copy_(summed)
             bucket.handle, bucket.waiting = None, set(bucket.params)
+            for param in bucket.params:
+                param.main_grad = None
+                hand_out(param, param.grad_home.view_as(param))
+            mark_finished(bucket.params)
         self.sent = 0
         if self.seen is not None:
             self.learn_order(self.seen)

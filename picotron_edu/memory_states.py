@@ -108,7 +108,6 @@ def measured(model: Any, optimizer: Any = None) -> RankBytes:
     weights = storage_bytes([*params, *(unit.shard for unit in units)], without={})
     names = ("grad", "main_grad", "grad_home")
     grads = [getattr(param, name, None) for param in params for name in names]
-    grads += [unit.shard_grad for unit in units]
     states: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
         kept = [value for state in optimizer.state.values() for value in state.values()]

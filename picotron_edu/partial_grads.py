@@ -44,7 +44,5 @@ def sum_partial_grads(
         vector = all_reduce(torch.cat([grad.flatten() for grad in grads]), axis, "sum")
         for param, grad, total in zip(partial, grads, vector.split([g.numel() for g in grads])):
             grad.copy_(total.view_as(grad))
-            if hasattr(param, "main_grad"):
-                param.main_grad = grad
-            else:
-                param.grad = grad
+            if grad_of(param) is None:
+                setattr(param, "main_grad" if hasattr(param, "main_grad") else "grad", grad)

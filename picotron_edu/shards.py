@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from picotron_edu.layout import FlatCut, attach, layout_of
 from picotron_edu.optim import Param, main_dtype
 from picotron_edu.ranks import Axis, Handle, all_gather
+from picotron_edu.wrapping import hand_out, make_partial, refuse_finished
 
 
 class Unit:
@@ -31,14 +32,7 @@ class Unit:
         self.name, self.params, self.axis = name, params, axis
         self.trained = params[0].requires_grad  # as all others of the unit
         for param in params:
-            layout = layout_of(param)
-            if hasattr(param, "grad_home"):
-                raise ValueError(
-                    f"{layout.name} is in a data-parallel wrapper already: wrap a model once, and "
-                    f"over two axes by their joined one, such as mesh.dp_cp"
-                )
-            param.grad_home = None
-            attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
+            make_partial(param, axis)
         self.ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
         self.length = -(-self.ends[-1] // axis.size)  # of a shard: rounded up
         self.own = slice(axis.index * self.length, (axis.index + 1) * self.length)
@@ -52,7 +46,6 @@ class Unit:
 
         self.grad_dtype = grad_dtype or main_dtype(params[0])
         self.grad: Tensor | None = None  # of the whole vector, from this rank's rows
-        self.shard_grad: Tensor | None = None  # of the shard, from all ranks' rows
         self.reducing: Handle | None = None
         self.waiting = set(params)  # whose gradient is not complete
         self.pieces = [self.piece(*at) for at in zip(params, [0, *self.ends], self.ends)]
@@ -118,18 +111,13 @@ class Unit:
                     )
         return self.grad
 
-    def hand_out(self) -> None:
+    def hand_out(self, summed: Tensor) -> None:
         """To each piece its part of the shard's gradient; zeroing the pieces' frees the memory."""
-        assert self.shard_grad is not None
         sizes = [piece.numel() for piece in self.pieces]
-        for piece, part in zip(
-            self.pieces, self.shard_grad.split_with_sizes([*sizes, self.length - sum(sizes)])
-        ):
-            if part.dtype == piece.dtype:
-                piece.grad = part  # where torch's own optimizers look
-            else:
-                piece.main_grad = part
-        self.shard_grad = None
+        parts = summed.split_with_sizes([*sizes, self.length - sum(sizes)])
+        for piece, part in zip(self.pieces, parts):
+            refuse_finished(piece)
+            hand_out(piece, part)
 
     @property
     def label(self) -> str:

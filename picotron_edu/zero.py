@@ -37,10 +37,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from picotron_edu.layout import describe, layout_of
-from picotron_edu.optim import Param, keep_main_grads
+from picotron_edu.layout import layout_of
+from picotron_edu.optim import Param, zero_grads
 from picotron_edu.ranks import Axis, broadcast, reduce_scatter
 from picotron_edu.shards import Unit, refuse_kept_tensors, units_of
+from picotron_edu.wrapping import check_dtype, mark_finished, start_equal
 
 PLAIN = (bool, int, float, str, NoneType)  # what a module may return beside tensors
 
@@ -63,13 +64,11 @@ class Zero:
         grad_dtype: torch.dtype | None = None,
         prefetch: bool = True,
     ) -> None:
-        if stage not in (1, 2, 3):
+        if type(stage) is not int or stage not in (1, 2, 3):
             raise ValueError(f"stage={stage!r}: must be 1, 2 or 3 (0 is DataParallel)")
+        check_dtype("grad_dtype", grad_dtype)
         self.module, self.axis, self.stage = module, axis, stage
-        for tensor in (*module.parameters(), *module.buffers()):
-            broadcast(tensor.detach(), axis)  # the ranks start equal, wherever weights came from
-        describe(module)
-        keep_main_grads(module)
+        start_equal(module, axis)
         self.needs = units_of(module, axis, stage, grad_dtype)  # of each module, while it runs
         self.units = list(dict.fromkeys(unit for units in self.needs.values() for unit in units))
         self.unit_of = {param: unit for unit in self.units for param in unit.params}
@@ -196,12 +195,7 @@ class Zero:
         if unit.reducing is None or unit.grad is None:
             return
         summed, unit.reducing = unit.reducing.wait(), None
-        if self.stage == 1:
-            unit.shard_grad = unit.grad[unit.own].copy_(summed)
-        elif unit.shard_grad is None:
-            unit.shard_grad = summed
-        else:
-            unit.shard_grad += summed
+        unit.hand_out(unit.grad[unit.own].copy_(summed) if self.stage == 1 else summed)
         unit.grad, unit.waiting = None, set(unit.params)
         for param in unit.params:
             param.main_grad = param.grad_home = None
@@ -227,8 +221,8 @@ class Zero:
                     f"the model was wrapped: set requires_grad before Zero(model, …)"
                 )
         self.end_backward()
+        mark_finished(self.parameters())
         for unit in self.backward_order:
-            unit.hand_out()
             unit.expire()  # the owners are about to change their shards
 
     # what an optimizer and a trainer see: this rank's pieces of what is trained
@@ -237,6 +231,9 @@ class Zero:
 
     def named_parameters(self) -> Iterator[tuple[str, Param]]:
         return iter(self.pieces.items())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        zero_grads(self.parameters())
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ from picotron_edu.data import Batch
 from picotron_edu.data_parallel import DataParallel, fill_buckets
 from picotron_edu.layout import layout_of
 from picotron_edu.model import Llama, token_loss_sum
-from picotron_edu.optim import AdamW, clip_by_global_norm, zero_grads
+from picotron_edu.optim import AdamW, clip_by_global_norm, grad_of, zero_grads
 from picotron_edu.ranks import Axis, Link, Mesh, RankFailed, all_reduce, launch, span, world
 from picotron_edu.train import Diverged, TrainConfig, evaluate, train, train_step
 
@@ -78,7 +78,7 @@ def token_weighted_gradient(mode):
     model = DataParallel(one_weight(), world(), mode)
     (model(x).sum() / total(torch.tensor(len(x)))).backward()
     model.finish()
-    return model.module.weight.main_grad.item()
+    return grad_of(model.module.weight).item()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -132,7 +132,7 @@ def micro_batches(mode, synced):
             with model.no_sync():
                 loss.backward()
     model.finish()
-    return model.module.weight.main_grad.item()
+    return grad_of(model.module.weight).item()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -235,7 +235,7 @@ def gradients_of(use, parts, mode):
         x = torch.full((2, 2), world().index + 1.0, dtype=torch.float64)
         parallel(use[world().index] if isinstance(use, list) else use, x).sum().backward()
         parallel.finish()
-    return {name: p.main_grad.tolist() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: grad_of(p).tolist() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def expected_gradients(uses, parts):
@@ -366,7 +366,7 @@ def along_one_axis():
     model = DataParallel(one_weight(), Mesh(dp=2, tp=2).dp)
     (model(column(1.0 + world().index))).sum().backward()
     model.finish()
-    return model.module.weight.main_grad.item()
+    return grad_of(model.module.weight).item()
 
 
 def test_only_the_ranks_of_the_axis_share_gradients():
@@ -425,7 +425,7 @@ def norm_and_gradient():
     (model(column(0.4))).sum().backward()
     model.finish()
     norm = clip_by_global_norm(model.parameters(), 1.0, all_reduce)
-    return norm.item(), model.module.weight.main_grad.item()
+    return norm.item(), grad_of(model.module.weight).item()
 
 
 def test_the_norm_counts_a_parameter_once_not_once_a_rank():
@@ -488,9 +488,12 @@ def test_each_rank_holds_18_bytes_a_parameter():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "fast"}, "mode='fast': must be one of naive, overlap, bucketed"),
-        ({"bucket_mb": 0}, "bucket_mb=0: must be above 0"),
-        ({"bucket_mb": math.nan}, "bucket_mb=nan: must be above 0"),
+        ({"mode": "fast"}, "mode must be one of 'naive', 'overlap', 'bucketed', got 'fast'"),
+        ({"bucket_mb": 0}, "bucket_mb must be a number above 0 and finite, got 0"),
+        ({"bucket_mb": math.nan}, "bucket_mb must be a number above 0 and finite, got nan"),
+        ({"bucket_mb": "25"}, "bucket_mb must be a number above 0 and finite, got '25'"),
+        ({"bucket_mb": None}, "bucket_mb must be a number above 0 and finite, got None"),
+        ({"reduce_dtype": "bfloat16"}, "reduce_dtype must be a type such as torch.bfloat16, or No"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -506,12 +509,70 @@ def test_a_model_is_wrapped_once():
         DataParallel(parallel, Axis("cp", 1, 0, (0,)))  # dp outside, cp inside: half of the sum
 
 
+def torchs_optimizer_on(wrapped):
+    """Two steps of torch's SGD; each rank's x is its place, so that a step subtracts 1 + 2."""
+    parallel = DataParallel(one_weight(), world()) if wrapped else one_weight()
+    nn.init.zeros_(parallel.weight if not wrapped else parallel.module.weight)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1.0)
+    for set_to_none in (True, False):
+        loss = parallel(column(*([world().index + 1.0] if wrapped else [1.0, 2.0]))).sum()
+        optimizer.zero_grad(set_to_none)  # between forward and backward, as some do
+        loss.backward()
+        if wrapped:
+            parallel.finish()
+        optimizer.step()
+    return next(parallel.parameters()).item()
+
+
+def test_torchs_optimizers_find_the_sums():
+    assert (
+        on_ranks(torchs_optimizer_on, True).values == [torchs_optimizer_on(False)] * 2 == [-6] * 2
+    )
+
+
+def without_zeroing(again):
+    parallel = DataParallel(one_weight(), world())
+    parallel(column(1.0)).sum().backward()
+    parallel.finish()
+    with pytest.raises(RuntimeError, match=r"still has the gradient of a finished step: zero") as e:
+        again(parallel)
+    assert "AdamW" not in str(e.value)
+    return grad_of(parallel.module.weight).item()
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda parallel: parallel.finish(),
+        lambda parallel: parallel(column(1.0)).sum().backward(),
+    ],
+    ids=["finish", "backward"],
+)
+def test_a_finished_gradient_is_not_summed_again(again):
+    assert on_ranks(without_zeroing, again).values == [2.0, 2.0]
+
+
+def torchs_optimizer_on_bfloat16():
+    parallel = DataParallel(one_weight(torch.bfloat16), world())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        parallel(column(1.0, dtype=torch.bfloat16)).sum().backward()
+        parallel.finish()
+        optimizer.step()
+
+
+def test_torchs_optimizer_that_sees_no_gradient_is_told():
+    with pytest.raises(RankFailed, match=r"torch\.bfloat16 weights use picotron_edu\.optim\.AdamW"):
+        on_ranks(torchs_optimizer_on_bfloat16)
+
+
 def test_zero_grad_clears_the_main_gradients_too():
     parallel = DataParallel(nn.Linear(1, 1, bias=False), world())
     for _ in range(3):
         parallel(torch.full((1, 1), 2.0)).sum().backward()
         parallel.finish()
-        assert parallel.module.weight.main_grad.item() == 2
+        assert grad_of(parallel.module.weight).item() == 2
         parallel.zero_grad()
 
 

@@ -1,0 +1,77 @@
+"""What every data-parallel wrapper does, whoever keeps the sums: start equal, hand the sums out.
+
+    wrapped    ranks start equal; each gradient is from now on a part of a sum over the axis
+    backward   gradients add up in float32 `main_grad`s, and are summed over the ranks
+    finish     the sums lie where an optimizer looks:   .grad        float32 weights (torch's, too)
+                                                        .main_grad   bfloat16 weights, float32 sums
+    zeroed     by the optimizer or the model, before the next backward
+
+A sum that nobody has zeroed must not get into the next step's: summed once more it would count
+once for each rank. So finished gradients are marked, and whoever adds to one is told.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from picotron_edu.layout import attach, describe, layout_of
+from picotron_edu.optim import Param, grad_of, keep_main_grads
+from picotron_edu.ranks import Axis, broadcast
+
+
+def start_equal(module: nn.Module, axis: Axis) -> None:
+    """The ranks get rank 0's weights and buffers, wherever each one's came from."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        broadcast(tensor.detach(), axis)
+    describe(module)
+    keep_main_grads(module)
+
+
+def make_partial(param: Param, axis: Axis) -> None:
+    """Its gradient is from now on a part of the sum over the axis, and has a place of its own."""
+    layout = layout_of(param)
+    if hasattr(param, "grad_home"):
+        raise ValueError(
+            f"{layout.name} is in a data-parallel wrapper already: wrap a model once, and "
+            f"over two axes by their joined one, such as mesh.dp_cp"
+        )
+    param.grad_home = None
+    attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
+
+
+def hand_out(param: Param, summed: Tensor) -> None:
+    """Put a sum, or add it, where an optimizer looks."""
+    place = "grad" if summed.dtype == param.dtype else "main_grad"
+    so_far = getattr(param, place)
+    if so_far is None:
+        setattr(param, place, summed)
+    else:
+        so_far += summed
+
+
+def mark_finished(params: Iterable[Param]) -> None:
+    for param in params:
+        grad_of(param).of_finished_step = True  # the mark goes where the gradient goes
+
+
+def refuse_finished(param: Param) -> None:
+    """Raises RuntimeError if the gradient of a finished step is still there."""
+    grad = grad_of(param)
+    if not getattr(grad, "of_finished_step", False) or not grad.any():  # zeroed in place
+        return
+    unseen = (
+        f". It is in .main_grad, where torch's optimizers do not look: for {param.dtype} weights "
+        f"use picotron_edu.optim.AdamW"
+    )
+    raise RuntimeError(
+        f"{layout_of(param).name} still has the gradient of a finished step: zero the gradients "
+        f"(optimizer.zero_grad() or model.zero_grad()) after finish() and before the next backward"
+        f"{unseen if param.grad is None else ''}"
+    )
+
+
+def check_dtype(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, torch.dtype):
+        raise ValueError(f"{name} must be a type such as torch.bfloat16, or None, got {value!r}")
