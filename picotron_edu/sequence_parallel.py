@@ -33,9 +33,10 @@ from torch.autograd import Function
 
 from picotron_edu import tensor_parallel
 from picotron_edu.layout import attach, layout_of, slice_of
-from picotron_edu.model import Llama
-from picotron_edu.ranks import Axis, all_gather, reduce_scatter, scatter_sum
-from picotron_edu.tensor_parallel import sum_of_chunks
+from picotron_edu.memory import Kept, activations
+from picotron_edu.model import Llama, LlamaConfig
+from picotron_edu.ranks import Axis, all_gather, reduce_scatter, scatter_sum, span
+from picotron_edu.tensor_parallel import rank_shape, sum_of_chunks
 
 
 class GatherColumnLinears(Function):
@@ -65,10 +66,9 @@ class GatherColumnLinears(Function):
         grad_BSD = grad_TD.unflatten(0, grads_BSF[0].shape[:2])
         message = reduce_scatter(grad_BSD, ctx.axis, dim=1, async_op=True)  # …and meanwhile:
         x_TD = (x_BSD.wait() if ctx.regather else x_BSD).flatten(0, 1)
-        grads_FD = [
-            grad_TF.T @ x_TD if wanted else None
-            for grad_TF, wanted in zip(grads_TF, ctx.needs_input_grad[3:])
-        ]
+        wanted = ctx.needs_input_grad[3:]
+        with span("weight gradient"):
+            grads_FD = [grad.T @ x_TD if want else None for grad, want in zip(grads_TF, wanted)]
         return None, None, message.wait(), *grads_FD
 
 
@@ -102,13 +102,30 @@ def head_loss(
     return sum_of_chunks(axis, first, head, list(parts)), (labels_BS != -100).sum()
 
 
+def rank_activations(
+    config: LlamaConfig, n: int, batch: int, sequence: int, regather: bool = True, **options: Any
+) -> list[Kept]:
+    """What each of n ranks keeps for backward: that of tensor parallelism's thinner Llama, and of
+    what lies between its blocks an n-th. options: as for `memory.activations`.
+
+    Token numbers, labels and the angles of the positions are not cut. Without regather the gathered
+    x stays, in place of the norm's output.
+    """
+    kept = activations(rank_shape(config, n), batch, sequence, **options)
+    between = {"normalised input", "norm input", "norm scale", "block input"}
+    between |= {"norm output"} if regather else set()
+    return [replace(k, bytes=k.bytes // n) if k.name in between else k for k in kept]
+
+
 def apply(model: Llama, axis: Axis, loss_chunks: int = 1, regather: bool = True) -> None:
     """Tensor parallelism over `axis`, and the sequence cut over it everywhere else.
 
-    All ranks of the axis must be given the same tokens. Raises ValueError, before any message,
-    where heads, channels or the sequence do not divide.
+    All ranks of the axis must be given the same whole sequences. After the last backward of a step
+    call `sum_partial_grads`. regather: gather x once more in backward, in place of keeping it.
+    Raises ValueError, before any message, where heads or channels do not divide, and in forward
+    where the sequence does not.
     """
-    tensor_parallel.apply(model, axis)
+    tensor_parallel.apply(model, axis, loss_chunks)
     column = partial(column_linears, axis, regather)
     block: Any
     for block in model.model.layers:
