@@ -10,8 +10,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from picotron_edu import show
+from picotron_edu.context_parallel import positions_of
 from picotron_edu.presets import PRESETS
 from picotron_edu.ranks.trace import Event, Trace
+from picotron_edu.ring_attention import blocks_of as blocks_to_compute
+from picotron_edu.ring_attention import chunks_of
 
 
 def step_trace(ranks: int, steps: int = 1) -> Trace:
@@ -63,6 +66,21 @@ def moments() -> list[dict]:
         end = {"event": "optimizer", **fixed, "gradients": 4e6, "optimizer_states": 8e6}
         records += [end, end]
     return records
+
+
+def ring_tiles(n: int, order: str) -> list[list[tuple]]:
+    """(ring step, queries, keys) of each tile that each of `n` ranks computes, 4 tokens a rank."""
+    ranks = []
+    for rank in range(n):
+        here, tiles = positions_of(rank, n, order, 4 * n), []
+        for step in range(n):
+            owner = (rank - step) % n
+            there, chunks = positions_of(owner, n, order, 4 * n), chunks_of(owner, n, order)
+            mine, length = chunks_of(rank, n, order), 4 // len(chunks)
+            blocks = blocks_to_compute(mine, chunks, length, causal=True)
+            tiles += [(step, here[q].tolist(), there[k].tolist()) for q, k, _ in blocks]
+        ranks.append(tiles)
+    return ranks
 
 
 BREAKDOWN = {
@@ -125,6 +143,14 @@ PICTURES = {
     ),
     "loss": lambda: show.loss([5.5 - 0.01 * i for i in range(100)]),
     "two losses": lambda: show.loss({"one rank": [5.0, 4.0], "4 ranks": [5.0, 4.0]}),
+}
+
+
+PICTURES |= {
+    f"mask tiles of {n}": lambda n=n: show.mask_tiles(
+        {order: ring_tiles(n, order) for order in ("contiguous", "zigzag")}
+    )
+    for n in (2, 4, 8)
 }
 
 

@@ -7,6 +7,7 @@
     show.ledger(run.trace)               bytes by operation and axis;  show.compare(rows)
     show.mesh(grid)                      the grid of ranks;  show.cuts(rows): who holds which part
     show.collective(name, before, after) what an operation did to the data;  show.ring(steps)
+    show.mask_tiles(orders)              who computes which part of the attention mask, and when
     show.alpha_beta(sizes, seconds)      latency and bandwidth
     show.memory_steps(records)           memory through a step;  show.activations, show.treemap
     show.memory_breakdown(config, …)     bytes for the treemap;  show.memory_widget() with sliders
@@ -21,6 +22,8 @@ from picotron_edu.show.collectives import collective
 from picotron_edu.show.cost import alpha_beta, fit_alpha_beta
 from picotron_edu.show.cuts import cuts
 from picotron_edu.show.ledger import Row, compare, ledger
+from picotron_edu.show.mask_stepper import mask_stepper
+from picotron_edu.show.mask_tiles import mask_tiles
 from picotron_edu.show.memory import activations, memory_steps
 from picotron_edu.show.mesh import mesh
 from picotron_edu.show.ring import ring
@@ -40,6 +43,8 @@ __all__ = [
     "fit_alpha_beta",
     "ledger",
     "loss",
+    "mask_stepper",
+    "mask_tiles",
     "memory_breakdown",
     "memory_steps",
     "memory_widget",
