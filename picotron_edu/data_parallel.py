@@ -42,6 +42,7 @@ from picotron_edu.presets import check_choice, check_number
 from picotron_edu.ranks import Axis, Handle, all_reduce, broadcast
 from picotron_edu.wrapping import (
     check_dtype,
+    check_trained,
     hand_out,
     make_partial,
     mark_finished,
@@ -181,13 +182,8 @@ class DataParallel(nn.Module):
         since another rank may have used them), and of a step whose last backward was not known to
         be the last.
         """
-        for name, param in self.module.named_parameters():
-            if param.requires_grad != (param in self.bucket_of):
-                then = "frozen" if param.requires_grad else "trainable"
-                raise ValueError(
-                    f"{name} was {then} when the model was wrapped, and is not any more: set "
-                    f"requires_grad before DataParallel(model, …)"
-                )
+        for param in self.module.parameters():
+            check_trained(param, param in self.bucket_of)
         for bucket in self.buckets[self.sent :]:
             self.send(bucket)
         for bucket in self.buckets:

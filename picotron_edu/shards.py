@@ -11,16 +11,22 @@ no copy. `free` gives the memory of `full` back to the machine and leaves the vi
 it is filled again, also what autograd has kept for backward (a view of a weight) is there again.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from picotron_edu.layout import FlatCut, attach, layout_of
 from picotron_edu.optim import Param, main_dtype
 from picotron_edu.ranks import Axis, Handle, all_gather
 from picotron_edu.wrapping import hand_out, make_partial, refuse_finished
+
+PLAIN = (bool, int, float, str, NoneType)  # what a module may return beside tensors
 
 
 class Unit:
@@ -127,26 +133,91 @@ class Unit:
 def units_of(module: nn.Module, axis: Axis, stage: int, grad_dtype: Any) -> dict[nn.Module, list]:
     """The units that each module needs while it runs: a block's own, the embedding's, …
 
+    A block is a member of a ModuleList. Outside blocks, a module that has parameters of its own has
+    those of the modules in it, too: it may use them without a call (nn.MultiheadAttention does).
     Parameters of one unit share a type, and train or are frozen together. A parameter used by two
     modules (tied weights) is in the unit of the first, and both need that unit.
     """
-    names = {m: name for name, m in module.named_modules()}
-    blocks = [m for group in names if isinstance(group, nn.ModuleList) for m in group]
-    inside = {m for block in blocks for m in block.modules()}
-    loose = [m for m in names if m not in inside and any(True for _ in m.parameters(False))]
     units: dict[nn.Parameter, Unit] = {}
     needs: dict[nn.Module, list[Unit]] = {}
-    for owner in sorted({*blocks, *loose}, key=[*names].index):
-        params = list(owner.parameters(recurse=owner in blocks))
+    for name, owner, params in owners_of(module):
         kinds: dict[Any, list[Param]] = {}
         for param in params:
             if param not in units:
                 kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
         for kind in kinds.values():
-            unit = Unit(names[owner] or type(owner).__name__, kind, axis, stage, grad_dtype)
+            unit = Unit(name or type(owner).__name__, kind, axis, stage, grad_dtype)
             units |= dict.fromkeys(kind, unit)
         needs[owner] = list(dict.fromkeys(units[param] for param in params))
     return needs
+
+
+def owners_of(module: nn.Module) -> list[tuple[str, nn.Module, list[Param]]]:
+    """The modules whose call gathers weights, in order: name, module, its parameters."""
+    names = {m: name for name, m in module.named_modules()}
+    lists = [m for m in names if isinstance(m, nn.ModuleList)]
+    inside = {m for group in lists for block in group for m in block.modules() if m is not block}
+    blocks = {m for group in lists for m in group} - inside
+    owners, done = list[tuple[str, nn.Module, list[Param]]](), set(inside)
+    for m, name in names.items():
+        params: list[Param] = []
+        if m in blocks:
+            params = list(m.parameters())
+        elif m not in done and has_parameters_of_its_own(m):
+            below = [x for x in m.modules() if x not in blocks and x not in inside]
+            params = list(dict.fromkeys(p for x in below for p in x.parameters(recurse=False)))
+            done.update(below)
+        if params:
+            owners.append((name, m, params))
+    return owners
+
+
+def has_parameters_of_its_own(module: nn.Module) -> bool:
+    """A ParameterList is not called: its parameters are those of the module it belongs to."""
+    lists = nn.ParameterList, nn.ParameterDict
+    holders = [module, *(child for child in module.children() if isinstance(child, lists))]
+    return not isinstance(module, lists) and any(
+        True for holder in holders for _ in holder.parameters(recurse=False)
+    )
+
+
+def tensors_in(name: str, out: Any) -> list[Tensor]:
+    """What a module has returned, however nested. Raises TypeError where tensors may hide."""
+    leaves = tree_leaves(out)
+    for leaf in leaves:
+        if torch.is_grad_enabled() and not isinstance(leaf, (Tensor, *PLAIN)):
+            raise TypeError(
+                f"{name} returned a {type(leaf).__name__}, in which ZeRO finds no tensors: "
+                f"return tensors, or tuples, lists or dicts of them"
+            )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def refuse_state_dicts(module: nn.Module, is_whole: Callable[[], bool]) -> None:
+    """In place of weights that are out of date, or not here at all; and of loading into them."""
+
+    def of_state_dict(*_: Any) -> None:
+        if not is_whole():
+            raise RuntimeError(
+                "this rank does not have all weights of a model in ZeRO. All ranks together: "
+                "`with model.whole() as module: module.state_dict()`"
+            )
+
+    def of_loading(*_: Any) -> None:
+        raise RuntimeError("load weights into the plain model, before Zero(model, …) cuts them")
+
+    module.register_state_dict_pre_hook(of_state_dict)
+    module.register_load_state_dict_pre_hook(of_loading)
+
+
+def explain(error: RuntimeError, needs: dict[nn.Module, list[Unit]], ran: set[nn.Module]) -> None:
+    """Raise a clearer error if weights that are not here may be the reason: they have size 0."""
+    if re.search("size|shape|dimension|2-D", str(error)):
+        idle = [units[0].name for module, units in needs.items() if module not in ran]
+        raise RuntimeError(
+            f"{error}. In stage 3 a module's weights are here only while it runs, else they have "
+            f"size 0: has another module used them? Not called so far: {', '.join(idle[:4])}"
+        ) from error
 
 
 def refuse_kept_tensors(name: str, owner: nn.Module) -> None:

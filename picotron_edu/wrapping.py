@@ -41,6 +41,15 @@ def make_partial(param: Param, axis: Axis) -> None:
     attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
 
 
+def check_trained(param: Param, trained: bool) -> None:
+    """Whether it still is what it was when the model was wrapped."""
+    if param.requires_grad != trained:
+        raise ValueError(
+            f"{layout_of(param).name} was {'trainable' if trained else 'frozen'} when the model "
+            f"was wrapped, and is not any more: set requires_grad before you wrap the model"
+        )
+
+
 def hand_out(param: Param, summed: Tensor) -> None:
     """Put a sum, or add it, where an optimizer looks."""
     place = "grad" if summed.dtype == param.dtype else "main_grad"
@@ -52,14 +61,14 @@ def hand_out(param: Param, summed: Tensor) -> None:
 
 
 def mark_finished(params: Iterable[Param]) -> None:
-    for param in params:
-        grad_of(param).of_finished_step = True  # the mark goes where the gradient goes
+    for grad in map(grad_of, params):
+        grad.of_finished_step = True  # type: ignore[union-attr]  # the mark goes where it goes
 
 
 def refuse_finished(param: Param) -> None:
     """Raises RuntimeError if the gradient of a finished step is still there."""
     grad = grad_of(param)
-    if not getattr(grad, "of_finished_step", False) or not grad.any():  # zeroed in place
+    if grad is None or not hasattr(grad, "of_finished_step") or not grad.any():  # zeroed in place
         return
     unseen = (
         f". It is in .main_grad, where torch's optimizers do not look: for {param.dtype} weights "

@@ -30,20 +30,23 @@ Source: Rajbhandari et al., "ZeRO", 1910.02054, sections 5 and 7; Zhao et al., "
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from picotron_edu.layout import layout_of
 from picotron_edu.optim import Param, zero_grads
 from picotron_edu.ranks import Axis, broadcast, reduce_scatter
-from picotron_edu.shards import Unit, refuse_kept_tensors, units_of
-from picotron_edu.wrapping import check_dtype, mark_finished, start_equal
-
-PLAIN = (bool, int, float, str, NoneType)  # what a module may return beside tensors
+from picotron_edu.shards import (
+    Unit,
+    explain,
+    refuse_kept_tensors,
+    refuse_state_dicts,
+    tensors_in,
+    units_of,
+)
+from picotron_edu.wrapping import check_dtype, check_trained, mark_finished, start_equal
 
 
 class Zero:
@@ -75,9 +78,10 @@ class Zero:
         trained = [unit for unit in self.units if unit.trained]
         self.pieces = {layout_of(piece).name: piece for unit in trained for piece in unit.pieces}
         self.backward_order = trained[::-1]
-        self.sent, self.syncing = 0, True
+        self.sent, self.syncing, self.is_whole = 0, True, False
         self.prefetch = prefetch and stage == 3
         self.order: list[nn.Module] = []  # in which the modules ran first
+        self.ran: set[nn.Module] = set()  # in this forward
         self.direction = 1  # −1 in backward
         self.going_back: set[Unit] = set()
         for owner in self.needs:
@@ -86,6 +90,7 @@ class Zero:
         for unit in self.backward_order:
             for param in unit.params:
                 param.register_post_accumulate_grad_hook(self.ready)
+        refuse_state_dicts(module, lambda: self.is_whole)
         if stage == 3:
             for unit in self.units:
                 unit.free()
@@ -93,14 +98,20 @@ class Zero:
     # forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.direction = 1
+        self.direction, self.ran = 1, set()
         for buffer in self.module.buffers():
             broadcast(buffer, self.axis)
         for unit in self.units if self.stage < 3 else ():
             unit.gather()  # they arrive while the first modules compute
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if self.stage == 3:
+                explain(error, self.needs, self.ran)
+            raise
 
     def before_forward(self, owner: nn.Module, _: Any) -> None:
+        self.ran.add(owner)
         if owner not in self.order:
             self.order.append(owner)
         self.need(owner)
@@ -111,15 +122,9 @@ class Zero:
                 unit.free()
         if self.stage == 3 and torch.is_grad_enabled():
             refuse_kept_tensors(self.needs[owner][0].name, owner)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                if leaf.requires_grad:
-                    leaf.register_hook(partial(self.before_backward, owner))
-            elif torch.is_grad_enabled() and not isinstance(leaf, PLAIN):
-                raise TypeError(
-                    f"{self.needs[owner][0].name} returned a {type(leaf).__name__}, in which ZeRO "
-                    f"finds no tensors: return tensors, or tuples, lists or dicts of them"
-                )
+        for tensor in tensors_in(self.needs[owner][0].name, out):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.before_backward, owner))
 
     def need(self, owner: nn.Module) -> None:
         """Have a module's weights here, and with prefetch those of the next one on their way."""
@@ -215,11 +220,7 @@ class Zero:
     def finish(self) -> None:
         """Each piece has its complete gradient when this returns; the optimizer may step."""
         for param, unit in self.unit_of.items():
-            if param.requires_grad != unit.trained:
-                raise ValueError(
-                    f"{layout_of(param).name} was {'trainable' if unit.trained else 'frozen'} when "
-                    f"the model was wrapped: set requires_grad before Zero(model, …)"
-                )
+            check_trained(param, unit.trained)
         self.end_backward()
         mark_finished(self.parameters())
         for unit in self.backward_order:
@@ -240,8 +241,10 @@ class Zero:
         """The plain module with all its weights, to save or to look at; nothing may be changed."""
         for unit in self.units:
             unit.wait()
+        self.is_whole = True
         try:
             yield self.module
         finally:
+            self.is_whole = False
             for unit in self.units if self.stage == 3 else ():
                 unit.free()

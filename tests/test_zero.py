@@ -1,5 +1,6 @@
 """ZeRO: n ranks that share the states train like one, whatever the model holds."""
 
+import copy
 import dataclasses
 from functools import partial
 from itertools import islice
@@ -510,12 +511,148 @@ def test_a_weight_whose_module_was_not_called_is_named(stage):
         on_ranks(weight_outside_its_module, stage, False)
 
 
+class UsesIts(nn.Module):
+    """Weights that the module uses without a call of the module they are in."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(0)
+        self.what = what
+        if what == "list":
+            self.weights = nn.ParameterList([torch.ones(3), torch.arange(3.0)])
+        elif what == "inner":
+            self.blocks = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(3, 3)]))])
+        elif what == "attention":
+            self.attention = nn.MultiheadAttention(3, 1)
+        else:
+            self.child = nn.Linear(3, 3)
+
+    def forward(self, x):
+        if self.what == "list":
+            return x * self.weights[0] + self.weights[1]
+        if self.what == "inner":
+            return self.blocks[0](x)
+        if self.what == "attention":
+            return self.attention(x, x, x)[0]
+        return x @ self.child.weight
+
+
+class Inner(nn.ModuleList):
+    def forward(self, x):
+        return self[0](x) * self[0].weight.sum()
+
+
+def gradients_of_uses(what):
+    module = UsesIts(what)
+    if what == "inner":
+        module.blocks[0][0] = Inner([nn.Linear(3, 3)])
+    alone = copy.deepcopy(module)
+    x = torch.arange(6.0).view(2, 3)
+    alone(x).square().sum().backward()
+    model = Zero(module, world(), stage=3)
+    (model(x).square().sum() / world().size).backward()
+    model.finish()
+    for name, piece in gradients_of(model).items():
+        torch.testing.assert_close(piece, dict(alone.named_parameters())[name].grad, msg=name)
+    return True
+
+
+@pytest.mark.parametrize("what", ["list", "inner", "attention"])
+def test_weights_that_a_module_may_use_without_a_call_are_there_in_stage_3(what):
+    assert on_ranks(gradients_of_uses, what).values == [True, True]
+
+
+def test_a_weight_that_is_not_there_in_stage_3_is_told_with_the_module_that_was_not_called():
+    with pytest.raises(RankFailed, match=r"used them\? Not called so far: child"):
+        on_ranks(gradients_of_uses, "child")
+
+
+# Gradients: zeroed between steps, given up, or of somebody else's making
+
+
+def one_step(model, value=1.0):
+    model(lambda toy, x: toy.b(toy.a(x)), value).sum().backward()
+    model.finish()
+
+
+def finished_twice(stage):
+    model = Zero(Toy(a=Scale(2), b=Scale(2)), world(), stage)
+    one_step(model)
+    with pytest.raises(RuntimeError, match="still has the gradient of a finished step: zero the"):
+        one_step(model)
+    model.zero_grad()
+    model.finish()  # the step that was refused
+    model.zero_grad()
+    one_step(model)
+    return [gradient.tolist() for gradient in gradients_of(model).values()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_finished_gradient_is_not_added_to(stage):
+    assert on_ranks(finished_twice, stage).values == [[[2, 2], [2, 2]]] * 2
+
+
+def given_up(stage):
+    """A micro-batch, then the step is given up, as after an error in reading data."""
+    model = Zero(Toy(a=Scale(), b=Scale()), world(), stage)
+    with model.no_sync():
+        model(lambda toy, x: toy.b(toy.a(x)), 100.0).sum().backward()
+    torch.optim.SGD(model.parameters()).zero_grad()
+    one_step(model)
+    return [gradient.item() for gradient in gradients_of(model).values()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zeroing_drops_what_a_step_that_was_given_up_has_left(stage):
+    assert on_ranks(given_up, stage).values == [[2, 2]] * 2
+
+
+def with_a_penalty(stage):
+    """Some norm of the weights, which each rank adds for its own pieces."""
+    model = Zero(Toy(a=Scale(), b=Scale()), world(), stage)
+    (10 * sum(piece.sum() for piece in model.parameters())).backward()
+    one_step(model)
+    return [gradient.item() for gradient in gradients_of(model).values()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_reaches_the_pieces_directly_is_added(stage):
+    assert on_ranks(with_a_penalty, stage).values == [[12, 12]] * 2
+
+
+def bfloat16_and_torchs_optimizer(stage):
+    model = Zero(nn.Linear(1, 1).bfloat16(), world(), stage)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        model.finish()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_optimizer_that_sees_no_gradient_is_told(stage):
+    with pytest.raises(RankFailed, match=r"torch\.bfloat16 weights use picotron_edu\.optim\.AdamW"):
+        on_ranks(bfloat16_and_torchs_optimizer, stage)
+
+
+def test_a_state_dict_that_would_be_out_of_date_is_refused():
+    model = Zero(Scale(), world(), stage=1)
+    with pytest.raises(RuntimeError, match=r"with model\.whole\(\) as module: module\.state_dict"):
+        model.module.state_dict()
+    with model.whole() as module:
+        state = module.state_dict()
+        with pytest.raises(RuntimeError, match=r"load weights into the plain model, before Zero"):
+            module.load_state_dict(state)
+
+
 def buffers_over_time(stage):
     torch.manual_seed(world().index)
     model = Zero(nn.BatchNorm1d(2, dtype=torch.float64), world(), stage)
     for _ in range(2):
         model(torch.randn(4, 2, dtype=torch.float64)).sum().backward()
         model.finish()
+        model.zero_grad()
     model.module.eval()
     model(torch.zeros(1, 2, dtype=torch.float64))
     return model.module.running_mean.tolist()
@@ -529,7 +666,7 @@ def test_each_forward_begins_with_the_buffers_of_rank_0():
 # Errors that say what to do
 
 
-@pytest.mark.parametrize("stage", [0, 4, "3"])
+@pytest.mark.parametrize("stage", [0, 4, "3", 2.0, True, None])
 def test_a_wrong_stage_is_named(stage):
     with pytest.raises(ValueError, match=f"stage={stage!r}: must be 1, 2 or 3"):
         Zero(Scale(), world(), stage)
@@ -726,6 +863,7 @@ def forward_and_gathers(prefetch):
     for _ in range(2):  # in the first one the order is not known yet
         model(use, 1.0).sum().backward()
         model.finish()
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
