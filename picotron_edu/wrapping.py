@@ -62,7 +62,8 @@ def hand_out(param: Param, summed: Tensor) -> None:
 
 def mark_finished(params: Iterable[Param]) -> None:
     for grad in map(grad_of, params):
-        grad.of_finished_step = True  # type: ignore[union-attr]  # the mark goes where it goes
+        if grad is not None:
+            grad.of_finished_step = True  # type: ignore[attr-defined]  # it goes where grad goes
 
 
 def refuse_finished(param: Param) -> None:

@@ -174,9 +174,7 @@ class Zero:
             )
         unit.waiting.remove(param)
         # in one order on all ranks: a unit leaves when it and all before it are complete
-        while self.sent < len(self.backward_order):
-            if self.backward_order[self.sent].waiting:
-                break
+        while self.sent < len(self.backward_order) and not self.backward_order[self.sent].waiting:
             self.reduce(self.backward_order[self.sent])
 
     @torch.no_grad()
@@ -200,10 +198,11 @@ class Zero:
         if unit.reducing is None or unit.grad is None:
             return
         summed, unit.reducing = unit.reducing.wait(), None
-        unit.hand_out(unit.grad[unit.own].copy_(summed) if self.stage == 1 else summed)
+        summed = unit.grad[unit.own].copy_(summed) if self.stage == 1 else summed
         unit.grad, unit.waiting = None, set(unit.params)
         for param in unit.params:
             param.main_grad = param.grad_home = None
+        unit.hand_out(summed)
 
     def end_backward(self) -> None:
         """What has not left yet leaves now: units of which a parameter took no part."""
