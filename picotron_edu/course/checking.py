@@ -24,6 +24,7 @@ import importlib
 import inspect
 import io
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from picotron_edu.ranks import RankFailed, RanksHung, Run, launch
 from picotron_edu.ranks.board import Wait
 
 PACKAGE = Path(__file__).parent.parent
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 CHECKS = Path(__file__).parent / "checks"
 NOT_DONE = "is not done yet"
 
@@ -122,7 +124,8 @@ def describe(error: Exception) -> str:
     theirs = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and PACKAGE not in Path(frame.filename).parents
+        if "site-packages" not in frame.filename
+        and not {PACKAGE, STANDARD_LIBRARY} & {*Path(frame.filename).parents}
     ]
     where = f" at line {theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
     return one_line(f"your code raised {type(error).__name__}: {error}") + where

@@ -211,6 +211,17 @@ class PausedForEver(Paused):
         self.overlap.syncing = kind is None
 
 
+class Swallows(Paused):
+    def __exit__(self, *_):
+        super().__exit__(*_)
+        return True
+
+
+class SwallowsErrors(RightOverlap):
+    def no_sync(self):
+        return Swallows(self)
+
+
 class NoFinally(RightOverlap):
     def no_sync(self):
         return PausedForEver(self)
@@ -307,6 +318,8 @@ def loop(syncs):
 of_gradients = hooks_on(lambda param, axis: all_reduce(param.grad, axis))
 of_weights = hooks_on(lambda param, axis: all_reduce(param, axis, op="avg"))
 of_summed_weights = hooks_on(lambda param, axis: all_reduce(param, axis))
+of_the_world = hooks_on(lambda param, axis: all_reduce(param.grad, world()))
+of_means_times_two = hooks_on(lambda param, axis: all_reduce(param.grad, axis, op="avg").mul_(2))
 in_the_first, in_the_last = loop(lambda batches, i: i == 0), loop(last_of)
 in_each = loop(lambda batches, i: True)
 
@@ -343,6 +356,9 @@ WRONG_ANSWERS = (
     ("3.4", (RightOverlap, counts_to_three), "Hint: the data may end early: know the last one"),
     ("3.4", (RightOverlap, forgets_the_others), "Hint: only the last micro-batch is there"),
     ("3.4", (NoFinally, right_window), "after an error inside no_sync() nothing is sent any more"),
+    ("3.4", (SwallowsErrors, right_window), "an error inside no_sync() never reaches its caller"),
+    ("3.5", (of_the_world, in_the_last), "in two pairs, 0 with 2 and 1 with 3"),
+    ("3.5", (of_means_times_two, in_the_last), "2 times too small. Hint: all micro-batches of all"),
     ("3.5", (of_weights, in_the_last), "Hint: that is this rank's own: no backward"),
     ("3.5", (of_summed_weights, in_the_last), "expected the weights as they were, they changed"),
     ("3.5", (of_gradients, in_the_first), "Hint: the first micro-batch was summed"),

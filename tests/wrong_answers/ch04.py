@@ -131,6 +131,11 @@ def keeps_all_gradients(backwards, axis):
     return sum(reduce_scatter(gradient.float(), axis) for gradient in gradients)
 
 
+def keeps_them_in_float32(backwards, axis):
+    gradients = [backward().float() for backward in backwards]
+    return sum(reduce_scatter(gradient, axis) for gradient in gradients)
+
+
 def adds_up_and_reduces_once(backwards, axis):
     """Stage 1: a whole gradient stays from one micro-batch to the next."""
     whole = 0
@@ -214,6 +219,15 @@ class AddsForEver(BordersMended):
         self.grad = self.summed(grad) + (0 if self.grad is None else self.grad)
 
 
+class Zero2AsksTheWorld(AddsForEver):
+    def __init__(self, weights, axis, lr, momentum):
+        super().__init__(weights, world(), lr, momentum)
+
+    def step(self):
+        super().step()
+        self.grad = None
+
+
 # ---- 4.5 held_by(N, stage, n), gigabytes_sent ----
 
 
@@ -249,6 +263,7 @@ WRONG_ANSWERS = (
     ("4.2", in_bfloat16, "expected torch.float32"),
     ("4.2", sums_in_bfloat16, "256 + 1 is 256"),
     ("4.2", keeps_all_gradients, "1 whole gradient in memory"),
+    ("4.2", keeps_them_in_float32, "1 whole gradient in memory at one time, and what is sent"),
     ("4.2", adds_up_and_reduces_once, "each micro-batch is reduced at once"),
     ("4.2", means, "sums, not means"),
     ("4.2", all_reduces, "reduce_scatter sends half as much"),
@@ -258,6 +273,7 @@ WRONG_ANSWERS = (
     ("4.3", from_the_last_to_the_first, "gradient of layer 0"),
     ("4.4", AsPlanted, "the same borders"),
     ("4.4", BordersMended, "only the last micro-batch of a step is left"),
+    ("4.4", Zero2AsksTheWorld, "use only the axis"),
     ("4.4", AddsForEver, "what the step before has left"),
     ("4.5", (in_gigabytes, 253), "bytes, not GB"),
     ("4.5", (bfloat16_gradients, 253), "gradients are summed in float32"),

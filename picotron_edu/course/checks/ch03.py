@@ -127,7 +127,7 @@ def of_wrong_weights(sums: Tensor, counts: Sequence[int], rank: int) -> dict[str
 def assert_gradients_once(run: Run, gradient_bytes: int) -> None:
     for rank in range(run.world_size):
         sent = sum(event.payload_bytes for event in run.trace.of(rank=rank, lane="comm"))
-        if sent > gradient_bytes + 16:
+        if sent > gradient_bytes + 64:  # a count of each rank may be gathered
             fail(
                 f"right, but expected {gradient_bytes:,} bytes of gradients and a count to travel, "
                 f"got {sent:,} on rank {rank}",

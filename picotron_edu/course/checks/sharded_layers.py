@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from picotron_edu.course.checking import run_on_ranks
-from picotron_edu.course.checks.sharded import LENGTH, Answer, numbers
+from picotron_edu.course.checks.sharded import LENGTH, Alive, Answer, numbers
 from picotron_edu.course.checks.small_models import one_thread
 from picotron_edu.course.comparing import (
     assert_close,
@@ -24,28 +21,6 @@ from picotron_edu.course.comparing import (
     run_each,
 )
 from picotron_edu.ranks import Axis, world
-
-
-class Alive(TorchDispatchMode):
-    """Counts how many large pieces of memory live at the same time."""
-
-    def __init__(self, at_least: int) -> None:
-        super().__init__()
-        self.at_least, self.seen, self.most = at_least, dict[int, weakref.ref](), 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage.nbytes() >= self.at_least:
-                    self.seen[storage.data_ptr()] = weakref.ref(storage)
-        self.most = max(self.most, sum(there() is not None for there in self.seen.values()))
-        return result
 
 
 @one_thread()
@@ -123,9 +98,9 @@ def gather_compute_free(forward_backward: Answer) -> str:
 
 @one_thread()
 def find_the_bugs(Zero2: Answer) -> str:
-    def train(gradients: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    def train(gradients: list[list[Tensor]], axis: Axis) -> tuple[Tensor, Tensor]:
         weights = numbers(0, LENGTH)
-        optimizer, seen = Zero2(weights, world(), 0.25, 0.5), []
+        optimizer, seen = Zero2(weights, axis, 0.25, 0.5), []
         for step in gradients:
             for grad in step:
                 optimizer.add(grad.clone())
@@ -154,7 +129,7 @@ def find_the_bugs(Zero2: Answer) -> str:
         def everything(step: list[Tensor]) -> Tensor:
             return torch.stack(step).sum(0)
 
-        run = run_on_ranks(lambda: train(by_rank[world().index]), n)  # noqa: B023
+        run = run_on_ranks(lambda: train(by_rank[world().index], world()), n)  # noqa: B023
         for rank, (weights, velocity) in enumerate(run.values):
             assert_close(
                 trained(everything),
@@ -182,4 +157,10 @@ def find_the_bugs(Zero2: Answer) -> str:
             hints={"all_reduce": "nobody keeps a whole sum of gradients in stage 2"},
             hint="each micro-batch is reduced at once; the weights are gathered once a step",
         )
+
+    def weights_of(gradients: list[list[Tensor]], axis: Axis) -> Tensor:
+        return train(gradients, axis)[0]
+
+    two = [([[numbers(r + 3, LENGTH)]],) for r in range(2)]
+    assert_keeps_to_axis(weights_of, two, run_each(weights_of, two))
     return "no micro-batch is lost, and no state is shifted by the padding"

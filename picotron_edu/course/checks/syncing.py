@@ -23,6 +23,7 @@ from picotron_edu.ranks.trace import Event
 
 Answer = Callable[..., Any]
 
+ON_FOUR = ([3], [9], [2], [5])
 WINDOWS = (  # counted tokens, [rank][micro-batch]; the second window was cut short
     ([12, 1, 5], [7, 2, 4]),
     ([3], [9]),
@@ -117,19 +118,25 @@ def assert_window(window: tuple[list[int], ...], rank: int, got: Tensor) -> None
 
 
 def assert_survives_an_error(Overlap: Answer) -> None:
-    def after_an_error(axis: Axis) -> int:
+    def after_an_error(axis: Axis) -> bool:
         model = make_model()
         parallel, batch = Overlap(model, axis), make_batches([5])[0]
+        reached = False
         try:
             with parallel.no_sync():
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
-            pass
+            reached = True
         model(batch.inputs_BS).sum().backward()
         parallel.finish()
-        return 0
+        return reached
 
     run = run_each(after_an_error, [(), ()])
+    if not run[0]:
+        fail(
+            "right, but an error inside no_sync() never reaches its caller",
+            "finally, not except: whoever stops the program with Ctrl-C must be heard",
+        )
     if not run.trace.of(lane="comm"):
         fail(
             "right, but after an error inside no_sync() nothing is sent any more",
@@ -146,7 +153,10 @@ def two_faults(install_hooks: Answer, accumulate: Answer) -> str:
         accumulate(model, batches, counted, sync)
         return grad_in_one_row(model), weights_in_one_row(model) - before
 
-    for counts in WINDOWS[:2]:
+    def gradients(batches: list[Batch], counted: int, axis: Axis) -> Tensor:
+        return window(batches, counted, axis)[0]
+
+    for counts in (*WINDOWS[:2], ON_FOUR):
         total = sum(map(sum, counts))
         inputs = [(make_batches(c, rank), total) for rank, c in enumerate(counts)]
         run = run_each(window, inputs, "each rank has as many micro-batches: send in the last one")
@@ -157,6 +167,8 @@ def two_faults(install_hooks: Answer, accumulate: Answer) -> str:
                     "it is the gradient that must be summed over the ranks",
                 )
             assert_window(counts, rank, grad)
+        if counts is WINDOWS[1]:
+            assert_keeps_to_axis(gradients, inputs, run_each(gradients, inputs))
     return "the gradient, not the weight; in the last micro-batch, not in the first"
 
 
