@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_edu.layout import Axis, layout_of
+from picotron_edu.presets import check_number
 
 Param = Any  # an nn.Parameter that has main_grad, and maybe grad_home (see keep_main_grads)
 AllReduce = Callable[[Tensor, Any, str], Any]  # all_reduce(x, axis, op), in place
@@ -81,7 +82,8 @@ class AdamW:
         v ← β₂ v + (1 − β₂) g²       m̂ = m / (1 − β₁ᵗ),  v̂ = v / (1 − β₂ᵗ)
 
     Matrices decay; vectors (norms, biases) do not. The moments are made in the first step: that is
-    why a run may survive one step and fail in the second one for lack of memory.
+    why a run may survive one step and fail in the second one for lack of memory. Load weights
+    before you make it: the float32 masters of bfloat16 weights are copied here, once.
     """
 
     def __init__(
@@ -92,7 +94,14 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        self.params = dict(named_params)
+        pairs = list(named_params)
+        if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
+            raise ValueError("AdamW takes names and parameters: give it model.named_parameters()")
+        for setting, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            check_number(setting, value, zero=True)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie from 0 up to below 1, got {betas}")
+        self.params = dict(pairs)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.masters = {n: p.detach().to(main_dtype(p)) for n, p in self.params.items()}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}

@@ -58,7 +58,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
 
     `fn` must do the same when it is called again with the same arguments: what it reads must not
     change before backward. Where that can be seen, backward raises RuntimeError. `fn` may draw
-    torch's random numbers, and may itself call `checkpoint`.
+    torch's random numbers (not those of a Generator of its own, or of Python's `random`), and may
+    itself call `checkpoint`. What it writes, it writes twice: the running means of BatchNorm, say.
     """
     if not torch.is_grad_enabled():
         return fn(*args)

@@ -56,7 +56,7 @@ class Zero:
     treats elements alone works on them. `train.accumulate` calls no_sync() and finish() where they
     belong. grad_dtype: of the gradients that are kept and sent, None for float32. prefetch: whether
     stage 3 gathers a unit while the one before it computes. In stage 3 all ranks must run the same
-    modules in the same order.
+    modules in the same order. `model.module.eval()` and `.train()` are the module's own.
     """
 
     def __init__(

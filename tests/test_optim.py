@@ -1,5 +1,6 @@
 """Sums in float32, AdamW as torch's, and the learning rate's way up and down."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -146,3 +147,22 @@ def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine():
     assert rates[24:] == pytest.approx([0.1] * 6)
     assert all(a >= b for a, b in pairwise(rates[4:]))
     assert cosine_lr(0, peak=1.0, warmup=0, total=10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1}, "lr must be a number 0 or more, and finite, got -1"),
+        ({"lr": "1e-3"}, "lr must be a number 0 or more, and finite, got '1e-3'"),
+        ({"eps": math.nan}, "eps must be a number 0 or more, and finite, got nan"),
+        ({"betas": (0.9, 1.0)}, r"betas must lie from 0 up to below 1, got \(0.9, 1.0\)"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(nn.Linear(1, 1).named_parameters(), **settings)
+
+
+def test_parameters_without_names_are_refused():
+    with pytest.raises(ValueError, match=r"give it model\.named_parameters\(\)"):
+        AdamW(nn.Linear(1, 1).parameters())
