@@ -67,6 +67,24 @@ def test_timeline_puts_operations_of_the_same_moment_side_by_side():
         assert together <= 1e-9 or rows >= a.get_height() - 1e-9
 
 
+def test_timeline_stripes_what_gathers_where_other_messages_reduce():
+    names = ["all_gather", "reduce_scatter"]
+    events = [Event(0, "comm", name, 0.01 * i, 0.01 * (i + 1)) for i, name in enumerate(names)]
+    patches = show.timeline(events).figure.axes[0].patches
+    assert [(p.get_label(), p.get_hatch() is not None) for p in patches] == [
+        ("gathering", True),
+        ("communication", False),
+    ]
+    alone = show.timeline(events[:1]).figure.axes[0].patches
+    assert [(p.get_label(), p.get_hatch()) for p in alone] == [("communication", None)]
+
+
+def test_timelines_can_share_their_time_axis():
+    events = [Event(0, "comm", "all_reduce", 1.0, 1.01)]
+    widths = [show.timeline(events, until=t).figure.axes[0].get_xlim()[1] for t in (None, 0.02)]
+    assert widths == pytest.approx([10.1, 20.2])
+
+
 def test_timeline_of_nothing_says_so():
     with pytest.raises(ValueError, match="no event"):
         show.timeline([])

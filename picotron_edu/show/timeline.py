@@ -7,7 +7,8 @@
 
 Two lanes a rank. Operations that run at the same time in one lane (overlapping messages, a span
 inside a span) share its height. A message that names the rank it waited for is hatched until that
-rank arrives, and an arrow leads from the late rank to the waiting one.
+rank arrives, and an arrow leads from the late rank to the waiting one. Where some messages gather
+and some reduce, those that gather are striped.
 """
 
 import itertools
@@ -18,28 +19,36 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from picotron_edu.show.figure import WIDTH, Picture, finish, new_figure, style
-from picotron_edu.show.palette import FRAME, KIND_COLOURS, PAPER, ink, kind_of, rank_colour
+from picotron_edu.show.palette import FRAME, KIND_COLOURS, PAPER, TEXT, ink, kind_of, rank_colour
 
 LANES = {"compute": (0.00, 0.46), "comm": (0.48, 0.34)}  # offset from the rank's top, height
 RANK_HEIGHT = 1.0
 INCHES_PER_CHARACTER = 0.078
 SHORTEST_WAIT = 0.004  # of the whole time; shorter waits are noise
+COLOURS = {**KIND_COLOURS, "gathering": KIND_COLOURS["communication"]}
+HATCHES = {"waiting": "////", "gathering": "\\\\\\\\"}
 
 
 def timeline(
     trace: Sequence[Any],
     caption: str = "Each rank's work and messages; arrows lead from a late rank to those waiting.",
+    until: float | None = None,
 ) -> Picture:
     """Draw the events of `trace` (or any sequence of Event-like objects), times in milliseconds.
 
     show.timeline(run.trace)
+
+    until: where the time axis ends, in seconds after the first event, so that several pictures can
+    be compared; None for the last event.
     """
     events = list(trace)
     if not events:
         raise ValueError("the trace holds no event: was anything sent, or any span opened?")
     ranks = sorted({event.rank for event in events})
     begin = min(event.start for event in events)
-    whole = max(max(event.end for event in events) - begin, 1e-9)
+    whole = max(max(event.end for event in events) - begin, until or 0, 1e-9)
+    sent = {event.name for event in events if event.lane == "comm"}
+    both = any("gather" in name for name in sent) and any("reduce" in name for name in sent)
     with style():
         figure = new_figure(height=1.35 + 0.72 * len(ranks))
         ax = figure.add_subplot()
@@ -50,11 +59,14 @@ def timeline(
                 for event, row, rows in _stacked(mine):
                     late = _late_start(event, events)
                     top, height = _place(ranks.index(rank), lane, row, rows)
-                    kinds |= _bar(ax, event, late, begin, whole, top, height)
+                    kind = kind_of(event)
+                    if both and kind == "communication" and "gather" in event.name:
+                        kind = "gathering"
+                    kinds |= _bar(ax, event, kind, late, begin, whole, top, height)
                     if late is not None and late - event.start > SHORTEST_WAIT * whole:
                         _arrow(ax, event, ranks, (late - begin) * 1e3, top + height / 2)
         _axes(ax, ranks, whole)
-        handles = [_legend_patch(kind) for kind in KIND_COLOURS if kind in kinds]
+        handles = [_legend_patch(kind) for kind in COLOURS if kind in kinds]
         ax.legend(
             handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=7, columnspacing=1.2
         )
@@ -95,12 +107,18 @@ def _late_start(event: Any, events: list[Any]) -> float | None:
 
 
 def _bar(
-    ax: Axes, event: Any, late: float | None, begin: float, whole: float, top: float, height: float
+    ax: Axes,
+    event: Any,
+    kind: str,
+    late: float | None,
+    begin: float,
+    whole: float,
+    top: float,
+    height: float,
 ) -> set[str]:
     """Draw one event, its waiting part hatched, its name if it fits; return the kinds drawn."""
     left, width = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
     wait = 0.0 if late is None else (late - event.start) * 1e3
-    kind = kind_of(event)
     kinds = {kind}
     if wait > 0:
         kinds.add("waiting")
@@ -115,25 +133,24 @@ def _bar(
     for (start, room, under), name in itertools.product(places, names):
         if height >= 0.15 and room * inches > len(name) * INCHES_PER_CHARACTER + 0.06:
             look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9}
-            if under == "waiting":  # the hatching would make the name hard to read
+            if under in HATCHES:  # the hatching would make the name hard to read
                 look["bbox"] = {"fc": PAPER, "ec": "none", "pad": 1}
             x, y = start + room / 2, top + height / 2
-            ax.text(x, y, name, color=ink(KIND_COLOURS[under]), clip_on=True, **look)
+            colour = TEXT if under in HATCHES else ink(COLOURS[under])
+            ax.text(x, y, name, color=colour, clip_on=True, **look)
             break
     return kinds
 
 
 def _rectangle(left: float, top: float, width: float, height: float, kind: str) -> Rectangle:
-    hatch = "////" if kind == "waiting" else None
     edge = FRAME if kind == "waiting" else PAPER
-    return Rectangle(
-        (left, top), width, height, fc=KIND_COLOURS[kind], ec=edge, lw=0.5, hatch=hatch, label=kind
-    )
+    look: dict[str, Any] = {"fc": COLOURS[kind], "ec": edge, "hatch": HATCHES.get(kind)}
+    return Rectangle((left, top), width, height, lw=0.5, label=kind, **look)
 
 
 def _legend_patch(kind: str) -> Patch:
-    hatch = "////" if kind == "waiting" else None
-    return Patch(fc=KIND_COLOURS[kind], ec=FRAME, lw=0.5, hatch=hatch, label=kind)
+    edge = PAPER if kind == "gathering" else FRAME
+    return Patch(fc=COLOURS[kind], ec=edge, lw=0.5, hatch=HATCHES.get(kind), label=kind)
 
 
 def _arrow(ax: Axes, event: Any, ranks: list[int], x: float, y: float) -> None:
