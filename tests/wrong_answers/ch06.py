@@ -1,0 +1,290 @@
+"""Chapter 06, sequence parallelism: the mistakes people make, and the words that must tell them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from picotron_edu.layout import layout_of
+from picotron_edu.memory import activations
+from picotron_edu.presets import LlamaConfig
+from picotron_edu.ranks import (
+    all_gather,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    scatter_sum,
+    world,
+)
+from picotron_edu.sequence_parallel import rank_activations
+from picotron_edu.tensor_parallel import rank_shape
+
+# ---- 6.1 GatherSequence, ScatterSequence ----
+
+
+def piece(x, axis):
+    return x.chunk(axis.size, 1)[axis.index].clone()
+
+
+class Gather(Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return all_gather(x, axis, dim=1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, ctx.axis, dim=1), None
+
+
+class Scatter(Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return reduce_scatter(x, axis, dim=1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.axis, dim=1), None
+
+
+class OnlyCuts(Gather):
+    @staticmethod
+    def backward(ctx, grad):
+        return piece(grad, ctx.axis), None
+
+
+class Averages(Gather):
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, ctx.axis, dim=1, op="avg"), None
+
+
+class SumsEverywhere(Gather):
+    @staticmethod
+    def backward(ctx, grad):
+        return piece(all_reduce(grad.clone(), ctx.axis), ctx.axis), None
+
+
+class AlongTheBatch(Gather):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+
+class OverTheWorld(Gather):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = world()
+        return all_gather(x, world(), dim=1)
+
+
+class AlwaysTheFirstPiece(Gather):
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad.clone(), ctx.axis).chunk(ctx.axis.size, 1)[0].clone(), None
+
+
+class NeverSums(Scatter):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return piece(x, axis)
+
+
+class KeepsItsGradient(Scatter):
+    @staticmethod
+    def backward(ctx, grad):
+        whole = grad.new_zeros(grad.shape[0], ctx.axis.size * grad.shape[1], grad.shape[2])
+        whole.chunk(ctx.axis.size, 1)[ctx.axis.index].copy_(grad)
+        return whole, None
+
+
+class ReducesAndCuts(Scatter):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return piece(all_reduce(x.clone(), axis), axis)
+
+
+# ---- 6.2 sum_parts(params, axis), gradient_norm(params, axis) ----
+
+
+def partial_over(params, axis):
+    return [p for p in params if axis.name in [a.name for a in layout_of(p).partial_over]]
+
+
+def sum_of(mine, axis, op="sum"):
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
+    vector = all_reduce(torch.cat([grad.flatten() for grad in grads]), axis, op)
+    for p, total in zip(mine, vector.split([p.numel() for p in mine])):
+        p.grad = total.view_as(p)
+
+
+def sum_parts(params, axis):
+    sum_of(partial_over(params, axis), axis)
+
+
+def forgets_all(params, axis):
+    for p in params:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def averages_parts(params, axis):
+    sum_of(partial_over(params, axis), axis, "avg")
+
+
+def sums_everything(params, axis):
+    sum_of(params, axis)
+
+
+def sums_what_is_whole(params, axis):
+    sum_of([p for p in params if not layout_of(p).cuts], axis)
+
+
+def sums_what_is_partial_anywhere(params, axis):
+    sum_of([p for p in params if layout_of(p).partial_over], axis)
+
+
+def skips_none(params, axis):
+    sum_of([p for p in partial_over(params, axis) if p.grad is not None], axis)
+
+
+def one_message_each(params, axis):
+    for p in partial_over(params, axis):
+        sum_of([p], axis)
+
+
+def squares(params, cut):
+    return sum(p.grad.square().sum() for p in params if bool(layout_of(p).cuts) == cut)
+
+
+def gradient_norm(params, axis):
+    return (all_reduce(squares(params, True), axis) + squares(params, False)).sqrt()
+
+
+def counts_whole_ones_on_each_rank(params, axis):
+    return all_reduce(squares(params, True) + squares(params, False), axis).sqrt()
+
+
+def its_own_part(params, axis):
+    return (
+        (all_reduce(torch.zeros(()).double(), axis) + squares(params, True))
+        .add(squares(params, False))
+        .sqrt()
+    )
+
+
+def without_the_root(params, axis):
+    return all_reduce(squares(params, True), axis) + squares(params, False)
+
+
+# ---- 6.3 feed_forward(x, W1, W2, axis) ----
+
+
+def inside(x_BSD, W1, W2):
+    return F.linear(F.relu(F.linear(x_BSD, W1)), W2)
+
+
+def both_bugs(x, W1, W2, axis):
+    x_BSD = gather(x, axis).view(x.shape[0], -1, x.shape[2])
+    return scatter_sum(x_BSD + inside(x_BSD, W1, W2), axis, dim=1)
+
+
+def residual_inside_the_sum(x, W1, W2, axis):
+    x_BSD = gather(x, axis, dim=1)
+    return scatter_sum(x_BSD + inside(x_BSD, W1, W2), axis, dim=1)
+
+
+def joined_along_the_batch(x, W1, W2, axis):
+    x_BSD = gather(x, axis).view(x.shape[0], -1, x.shape[2])
+    return x + scatter_sum(inside(x_BSD, W1, W2), axis, dim=1)
+
+
+def no_residual(x, W1, W2, axis):
+    return scatter_sum(inside(gather(x, axis, dim=1), W1, W2), axis, dim=1)
+
+
+def gathers_without_history(x, W1, W2, axis):
+    return x + scatter_sum(inside(all_gather(x, axis, dim=1), W1, W2), axis, dim=1)
+
+
+# ---- 6.4 whole, layer_bytes(n, regather) ----
+
+LLAMA = LlamaConfig.from_preset("llama-3-8b")
+WHOLE = {"token numbers", "cosine and sine of the positions", "labels"}
+
+
+def in_a_layer(kept):
+    return sum(k.bytes * (k.count // 32) for k in kept if k.count >= 32)
+
+
+def layer_bytes(n, regather):
+    options = {"regather": regather, "dtype": torch.bfloat16, "gpu": True}
+    return in_a_layer(rank_activations(LLAMA, n, 1, 8192, **options))
+
+
+def as_with_tensor_parallelism(n, regather):
+    return in_a_layer(activations(rank_shape(LLAMA, n), 1, 8192, torch.bfloat16, gpu=True))
+
+
+def always_an_nth(n, regather):
+    return layer_bytes(1, True) / n
+
+
+def never_regathers(n, regather):
+    return layer_bytes(n, False)
+
+
+def always_regathers(n, regather):
+    return layer_bytes(n, True)
+
+
+# ---- 6.5 forward, backward, recomputed, gigabytes ----
+
+RIGHT = (130, 195, 291, 325 * 7 / 8 * 8192 * 4096 * 2 / 1e9)
+
+
+WRONG_ANSWERS = (
+    ("6.1", (OnlyCuts, Scatter), "the others have read it, too"),
+    ("6.1", (Averages, Scatter), "the sum over the ranks, not their mean"),
+    ("6.1", (SumsEverywhere, Scatter), "no rank needs the sum everywhere"),
+    ("6.1", (AlongTheBatch, Scatter), "the sequence is dim 1"),
+    ("6.1", (OverTheWorld, Scatter), "use only the axis"),
+    ("6.1", (AlwaysTheFirstPiece, Scatter), "at this rank's positions"),
+    ("6.1", (Gather, NeverSums), "add up the ranks' parts"),
+    ("6.1", (Gather, KeepsItsGradient), "it has brought something to all others"),
+    ("6.1", (Gather, ReducesAndCuts), "no rank needs the sum everywhere"),
+    ("6.1", (gather, Scatter), "expected the class GatherSequence"),
+    ("6.2", (forgets_all, gradient_norm), "it is a part: sum it over the ranks"),
+    ("6.2", (averages_parts, gradient_norm), "sum, do not average"),
+    ("6.2", (sums_everything, gradient_norm), "never add them"),
+    ("6.2", (sums_what_is_whole, gradient_norm), "partial over nothing"),
+    ("6.2", (sums_what_is_partial_anywhere, gradient_norm), "partial over another axis"),
+    ("6.2", (skips_none, gradient_norm), "rank 0"),
+    ("6.2", (one_message_each, gradient_norm), "one message for all partial gradients"),
+    ("6.2", (sum_parts, counts_whole_ones_on_each_rank), "is counted 2 times"),
+    ("6.2", (sum_parts, its_own_part), "pieces of the others are missing"),
+    ("6.2", (sum_parts, without_the_root), "where is the root?"),
+    ("6.3", both_bugs, "and x is counted 2 times"),
+    ("6.3", residual_inside_the_sum, "each rank brings all of it into the sum"),
+    ("6.3", joined_along_the_batch, "though this rank's x is right"),
+    ("6.3", no_residual, "where is x itself?"),
+    ("6.3", gathers_without_history, "gradient of x"),
+    ("6.4", (WHOLE | {"norm input"}, layer_bytes), "this rank's positions only"),
+    ("6.4", (WHOLE - {"labels"}, layer_bytes), "the head reads all positions"),
+    ("6.4", (WHOLE | {"norm output"}, layer_bytes), "x is gathered again in backward"),
+    ("6.4", (WHOLE | {"q"}, layer_bytes), "write it as it stands there"),
+    ("6.4", (WHOLE, as_with_tensor_parallelism), "the norms are cut now, too"),
+    ("6.4", (WHOLE, always_an_nth), "each rank keeps a whole one"),
+    ("6.4", (WHOLE, never_regathers), "the norms' outputs are cut, too"),
+    ("6.4", (WHOLE, always_regathers), "a gathered x that is kept is whole"),
+    ("6.5", (128, *RIGHT[1:]), "the embedding scatters, the head gathers"),
+    ("6.5", (65, *RIGHT[1:]), "an all-reduce is two messages"),
+    ("6.5", (130, 130, *RIGHT[2:]), "once more for the weight gradients"),
+    ("6.5", (130, 194, *RIGHT[2:]), "the head gathers x again, too"),
+    ("6.5", (130, 195, 323, RIGHT[3]), "stops before the last reduce-scatter"),
+    ("6.5", (*RIGHT[:3], 2 * RIGHT[3]), "2(n − 1)/n is both"),
+)
