@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_edu.memory import STATES, StateBytes
-from picotron_edu.memory_watch import piece_of
+from picotron_edu.memory_watch import EachOperation, piece_of
 from picotron_edu.ranks import world
 from picotron_edu.ranks.runtime import CURRENT, current
 from picotron_edu.ranks.trace import Recorder
@@ -122,7 +121,7 @@ def measured(model: Any, optimizer: Any = None) -> RankBytes:
     )
 
 
-class HighWater(TorchDispatchMode):
+class HighWater(EachOperation):
     """`with HighWater(model, optimizer) as water: …` and then `water.most`: the most bytes of each
     category after any operation, not all of them at the same moment.
     """
@@ -131,10 +130,6 @@ class HighWater(TorchDispatchMode):
         super().__init__()
         self.model, self.optimizer = model, optimizer
         self.most = RankBytes(0, 0, 0)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation imports torch's compiler, which takes a second
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

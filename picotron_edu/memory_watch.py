@@ -87,7 +87,15 @@ class Phases(Recorder):
             yield
 
 
-class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
+class EachOperation(TorchDispatchMode):
+    """Inside, `__torch_dispatch__` sees each operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports torch's compiler, which takes a second
+
+
+class MemoryWatch(EachOperation, Sequence[Moment]):
     """A sequence of moments, one per new piece of memory.
 
     A step begins with the first forward after an optimizer span.
@@ -108,10 +116,6 @@ class MemoryWatch(TorchDispatchMode, Sequence[Moment]):
         self.states_bytes, self.known_moments = 0, -1
         for param in self.params:
             self.note(param)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation imports torch's compiler, which takes a second
 
     def __enter__(self) -> "MemoryWatch":
         outer = current().recorder

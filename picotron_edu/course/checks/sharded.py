@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from picotron_edu.course.checks.small_models import one_thread
@@ -24,6 +23,7 @@ from picotron_edu.course.comparing import (
     fail,
     run_each,
 )
+from picotron_edu.memory_watch import EachOperation
 from picotron_edu.ranks import Axis
 
 Answer = Callable[..., Any]
@@ -45,16 +45,12 @@ def bytes_kept(owner: Any, besides: Tensor) -> int:
     return sum(storages.values())
 
 
-class Alive(TorchDispatchMode):
+class Alive(EachOperation):
     """Counts how many large pieces of memory live at the same time."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__()
         self.at_least, self.seen, self.most = at_least, dict[int, weakref.ref](), 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
