@@ -89,6 +89,8 @@ class DataParallel(nn.Module):
 
     bucket_mb: size of a message, in 10⁶ bytes. reduce_dtype: what the sums travel in; None for the
     main gradients' own float32. `train.accumulate` calls no_sync() and finish() where they belong.
+    The sums then lie in `.grad` of float32 weights, in `.main_grad` of narrower ones; zero_grad()
+    also drops what a step that was given up has left.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class DataParallel(nn.Module):
         self.sent += 1
 
     def finish(self) -> None:
-        """All gradients are complete and equal on all ranks when this returns.
+        """Gradients are complete, equal on all ranks, and where an optimizer looks after this.
 
         Also those that have not left yet: of parameters that took no part (their gradient is zero,
         since another rank may have used them), and of a step whose last backward was not known to
