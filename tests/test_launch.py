@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -365,6 +366,7 @@ def test_a_rank_knows_its_device():
 
 
 SCRIPT = """
+import time
 from dataclasses import dataclass
 import torch
 from picotron_edu.flags import flag
@@ -382,6 +384,9 @@ def main(config):
     total = all_reduce(torch.tensor(float(axis.index + 1)), axis).item()
     if config.steps == 13 and axis.index == axis.size - 1:
         raise RuntimeError("unlucky")
+    if config.steps == 100 and axis.index == 0:
+        print("steps", flush=True)
+        time.sleep(100)
     if axis.index == 0:
         print(f"world {axis.size} total {total} steps {config.steps}")
 
@@ -437,3 +442,16 @@ def test_a_script_whose_rank_fails_ends_with_the_report(script):
     assert done.returncode == 1
     assert "rank 1 failed first: RuntimeError: unlucky" in done.stderr
     assert 'raise RuntimeError("unlucky")' in done.stderr
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_control_c_ends_a_script_without_a_traceback(script, n):
+    command = [sys.executable, "-u", str(script), "--nproc", str(n), "--steps", "100"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        said = ""
+        while "steps" not in said:
+            said = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 130

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -190,18 +191,19 @@ def entrypoint(main: Callable, Config: type | None = None, argv: list[str] | Non
     args = () if Config is None else (read_flags(main, Config, argv),)
     if Config is None:
         sys.argv[1:] = argv  # `main` may read flags of its own, but not --nproc
-    if nproc is not None and nproc > 1:
-        try:
-            run = launch(main, *args, world_size=nproc, timeout=None, live=True, trace=False)
-        except RanksError as error:
-            sys.exit(f"{type(error).__name__}: {error}")
-        return run[0]
-    join(under_torchrun)
     try:
-        return main(*args)
-    finally:
-        gc.collect()  # models in cycles hold the group, whose threads must end before Python
-        dist.destroy_process_group()
+        if nproc is not None and nproc > 1:
+            return launch(main, *args, world_size=nproc, timeout=None, live=True, trace=False)[0]
+        join(under_torchrun)
+        try:
+            return main(*args)
+        finally:
+            gc.collect()  # models in cycles hold the group, whose threads must end before Python
+            dist.destroy_process_group()
+    except RanksError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # Ctrl-C is not an error, and needs no traceback
 
 
 def read_flags(main: Callable, Config: type, argv: list[str]) -> Any:
