@@ -8,8 +8,11 @@
 
 `lse` is the logarithm of the sum of exponentials of a query's scores. With it two attentions over
 different keys merge exactly: each weighs as much as its sum. And in backward it brings the final
-probabilities back from the scores at once, block by block, so no S×S table is ever kept. The
+probabilities back from the scores at once, tile by tile, so no S×S table is ever kept. The
 gradients of keys and values travel one step behind them, and one more hop brings them home.
+
+Scores are made in tiles of ROWS × WIDTH, which stay in the cache while everything is done with
+them, and of a triangle little is computed that is masked afterwards.
 
 Scores, sums, `lse` and gradients are float32 at least, and are rounded once, at the end: rounding
 at each hop would add up with the size of the ring.
@@ -30,6 +33,7 @@ from torch.autograd import Function
 from picotron_edu.ranks import Axis, send_recv
 
 Order = Literal["zigzag", "contiguous"]
+ROWS, WIDTH = 128, 512  # of a tile, in tokens; WIDTH is at least ROWS
 
 
 def chunks_of(index: int, n: int, order: Order) -> list[int]:
@@ -37,25 +41,19 @@ def chunks_of(index: int, n: int, order: Order) -> list[int]:
     return [index, 2 * n - 1 - index] if order == "zigzag" else [index]
 
 
-def grouped(x_BHS: Tensor, k_BKTd: Tensor) -> Tensor:
-    """The heads that share a key head, one behind the other: BKR, R = H/K·S rows for each."""
+def grouped(x_BHS: Tensor, key_heads: int) -> Tensor:
+    """The heads that share a key head, one behind the other: GR, G = B·K and R = H/K·S rows."""
     B, H, S, *d = x_BHS.shape
-    return x_BHS.reshape(B, k_BKTd.shape[1], H // k_BKTd.shape[1] * S, *d)
+    return x_BHS.reshape(B * key_heads, H // key_heads * S, *d)
 
 
-def scores(q_BHSd: Tensor, k_BKTd: Tensor, diagonal: bool) -> Tensor:
-    """q·kᵀ/√d in float32 at least, as BKRT: the R rows of the queries that share a key head.
-
-    diagonal: the queries and keys are the same tokens, so that each sees none behind itself.
-    """
-    exact = torch.promote_types(q_BHSd.dtype, torch.float32)
-    s_BKRT = grouped(q_BHSd, k_BKTd).to(exact) @ k_BKTd.mT.to(exact)
-    s_BKRT /= math.sqrt(q_BHSd.shape[-1])
-    if diagonal:
-        S = q_BHSd.shape[2]
-        future_ST = torch.ones(S, S, dtype=torch.bool, device=s_BKRT.device).triu(1)
-        s_BKRT.unflatten(2, (-1, S)).masked_fill_(future_ST, -math.inf)
-    return s_BKRT
+def scores(q_GRd: Tensor, k_GTd: Tensor, own: int) -> Tensor:
+    """q·kᵀ as GRT. The last `own` keys are the queries' own tokens: none sees a later one."""
+    s_GRT = q_GRd @ k_GTd.mT
+    if own:
+        future = torch.ones(own, own, dtype=torch.bool, device=s_GRT.device).triu(1)
+        s_GRT[..., -own:].unflatten(1, (-1, own)).masked_fill_(future, -math.inf)
+    return s_GRT
 
 
 def blocks_of(
@@ -76,6 +74,21 @@ def blocks_of(
         for j, key in enumerate(keys)
         if key <= query or not causal
     ]
+
+
+def tiles_of(blocks: list[tuple[slice, slice, bool]]) -> Iterator[tuple[slice, slice, int]]:
+    """Blocks cut into tiles of at most ROWS × WIDTH; what lies behind a diagonal is left out.
+
+    Yields rows, columns, own: the last `own` columns are the same tokens as the rows.
+    """
+    for rows, columns, diagonal in blocks:
+        for start in range(rows.start, rows.stop, ROWS):
+            stop = min(start + ROWS, rows.stop)
+            end = columns.start + stop - rows.start if diagonal else columns.stop
+            for last in range(end, columns.start, -WIDTH):
+                first = max(last - WIDTH, columns.start)
+                own = stop - start if diagonal and last == end else 0
+                yield slice(start, stop), slice(first, last), own
 
 
 def pass_on(axis: Axis, x: Tensor) -> Any:
@@ -109,13 +122,16 @@ class RingAttention(Function):
         exact = torch.promote_types(q_BHSd.dtype, torch.float32)
         out_BHSd = q_BHSd.new_zeros(q_BHSd.shape, dtype=exact)
         lse_BHS = q_BHSd.new_full(q_BHSd.shape[:3], -math.inf, dtype=exact)
-        for blocks, (k_BKSd, v_BKSd) in around(axis, order, causal, kv_2BKSd):
-            for rows, columns, diagonal in blocks:
-                q, k, v = q_BHSd[:, :, rows], k_BKSd[:, :, columns], v_BKSd[:, :, columns]
-                s_BKRT = scores(q, k, diagonal)
-                block_lse = s_BKRT.logsumexp(dim=-1)
-                block_out = (s_BKRT - block_lse[..., None]).exp() @ v.to(exact)
-                merge(out_BHSd[:, :, rows], lse_BHS[:, :, rows], block_out, block_lse)
+        scaled_BHSd, K = q_BHSd.to(exact) / math.sqrt(q_BHSd.shape[-1]), kv_2BKSd.shape[2]
+        for blocks, here_2BKSd in around(axis, order, causal, kv_2BKSd):
+            k_GSd, v_GSd = here_2BKSd.to(exact).flatten(1, 2)
+            for rows, columns, own in tiles_of(blocks):
+                k, v, q = k_GSd[:, columns], v_GSd[:, columns], grouped(scaled_BHSd[:, :, rows], K)
+                p_GRT = scores(q, k, own)
+                top = p_GRT.amax(dim=-1, keepdim=True)
+                total = p_GRT.sub_(top).exp_().sum(dim=-1, keepdim=True)
+                so_far = out_BHSd[:, :, rows], lse_BHS[:, :, rows]
+                merge(*so_far, p_GRT @ v / total, top + total.log())
         ctx.axis, ctx.order, ctx.causal = axis, order, causal
         rounded_BHSd = out_BHSd.to(q_BHSd.dtype)  # once, at the end
         ctx.save_for_backward(q_BHSd, kv_2BKSd, rounded_BHSd, lse_BHS)
@@ -124,26 +140,30 @@ class RingAttention(Function):
     @staticmethod
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSd, kv_2BKSd, out_BHSd, lse_BHS = ctx.saved_tensors
-        grad_BHSd = grad_BHSd.to(lse_BHS.dtype)
+        exact, K, root = lse_BHS.dtype, kv_2BKSd.shape[2], math.sqrt(q_BHSd.shape[-1])
+        grad_BHSd, scaled_BHSd = grad_BHSd.to(exact), q_BHSd.to(exact) / root
         delta_BHS = (grad_BHSd * out_BHSd).sum(dim=-1)
         dq_BHSd, message = torch.zeros_like(grad_BHSd), None
-        for blocks, (k_BKSd, v_BKSd) in around(ctx.axis, ctx.order, ctx.causal, kv_2BKSd):
-            dkv_2BKSd = torch.zeros_like(kv_2BKSd, dtype=lse_BHS.dtype)
-            for rows, columns, diagonal in blocks:
-                q, k, v = q_BHSd[:, :, rows], k_BKSd[:, :, columns], v_BKSd[:, :, columns]
-                do, lse, delta = (
-                    grouped(x[:, :, rows], k) for x in (grad_BHSd, lse_BHS, delta_BHS)
+        for blocks, here_2BKSd in around(ctx.axis, ctx.order, ctx.causal, kv_2BKSd):
+            k_GSd, v_GSd = here_2BKSd.to(exact).flatten(1, 2)
+            dkv_2BKSd = torch.zeros_like(kv_2BKSd, dtype=exact)
+            dk_GSd, dv_GSd = dkv_2BKSd.flatten(1, 2)  # views
+            for rows, columns, own in tiles_of(blocks):
+                k, v = k_GSd[:, columns], v_GSd[:, columns]
+                q, do, lse, delta = (
+                    grouped(x[:, :, rows], K) for x in (scaled_BHSd, grad_BHSd, lse_BHS, delta_BHS)
                 )
-                p_BKRT = (scores(q, k, diagonal) - lse[..., None]).exp()
-                ds_BKRT = p_BKRT * (do @ v.mT.to(do) - delta[..., None]) / math.sqrt(q.shape[-1])
-                dq_BHSd[:, :, rows] += (ds_BKRT @ k.to(do)).view(q.shape)
-                dkv_2BKSd[0][:, :, columns] += ds_BKRT.mT @ grouped(q, k).to(do)
-                dkv_2BKSd[1][:, :, columns] += p_BKRT.mT @ do
+                p_GRT = scores(q, k, own).sub_(lse[..., None]).exp_()
+                ds_GRT = (do @ v.mT).sub_(delta[..., None]).mul_(p_GRT)
+                dq_BHSd[:, :, rows] += (ds_GRT @ k).view_as(dq_BHSd[:, :, rows])
+                dk_GSd[:, columns].baddbmm_(ds_GRT.mT, q)  # += dsᵀ·q, without a tensor in between
+                dv_GSd[:, columns].baddbmm_(p_GRT.mT, do)
             if message:  # what other ranks have found for these keys comes behind them
                 dkv_2BKSd += message.wait()[0]
             message = pass_on(ctx.axis, dkv_2BKSd) if ctx.axis.size > 1 else None
         if message:
             (dkv_2BKSd,) = message.wait()  # one more hop, and they are home
+        dq_BHSd /= root
         return None, None, None, dq_BHSd.to(q_BHSd.dtype), dkv_2BKSd.to(kv_2BKSd.dtype)
 
 
