@@ -20,9 +20,10 @@ recompute in or out): always print yours.
 import time
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_edu.presets import LlamaConfig
 
@@ -95,6 +96,32 @@ def recomputed_flops(
     down = config.num_hidden_layers * config.hidden_size * config.intermediate_size
     stopped = 2.0 * (down + config.hidden_size * config.vocab_size) * batch * sequence
     return Flops(once.weights - stopped if recompute == "full" else 0.0, once.attention)
+
+
+def operation_counter() -> FlopCounterMode:
+    """PyTorch's counter of what is really computed; it does not know fused attention on the CPU.
+
+    with operation_counter() as counter: ...        then counter.get_total_flops()
+
+    Masked pairs count, as they do in PyTorch's formulas for the kernels of a GPU.
+    """
+
+    def products(number: int, q_BHSd: tuple[int, ...], k_BKTd: tuple[int, ...]) -> int:
+        B, H, S, d = q_BHSd
+        return number * 2 * B * H * S * k_BKTd[2] * d
+
+    def forward(q: tuple, k: tuple, *_: Any, **__: Any) -> int:
+        return products(2, q, k)
+
+    def backward(_grad: tuple, q: tuple, k: tuple, *_: Any, **__: Any) -> int:
+        return products(5, q, k)
+
+    aten = torch.ops.aten
+    fused = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=fused)
 
 
 @dataclass(frozen=True)

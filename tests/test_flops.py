@@ -14,6 +14,7 @@ from picotron_edu.flops import (
     matmul_parameters,
     measured_peak,
     model_flops,
+    operation_counter,
     peak_of,
 )
 from picotron_edu.model import PRESETS, Llama, LlamaConfig, token_loss_sum
@@ -90,3 +91,15 @@ def test_the_peak_names_its_source(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     peak = peak_of(torch.device("cuda"), torch.bfloat16)
     assert (peak.flops, peak.source) == (989e12, "data sheet of H100, dense bfloat16")
+
+
+def test_fused_attention_on_the_cpu_is_counted():
+    """5 products in backward, for it computes the scores once more: 7/2 of forward, not 3."""
+    tokens_BS = torch.zeros(2, 32, dtype=torch.int64)
+    once = forward_flops(GROUPED, batch=2, sequence=32, causal=False)
+    with operation_counter() as forward:
+        loss, _ = token_loss_sum(Llama(GROUPED)(tokens_BS), tokens_BS)
+    with operation_counter() as backward:
+        loss.backward()
+    assert forward.get_total_flops() == once.total
+    assert backward.get_total_flops() == 2 * once.weights + 2.5 * once.attention

@@ -1,0 +1,53 @@
+"""Chapter 07's script: the same file under python, with --nproc, and under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = [str(ROOT / "notebooks/07_context_parallel.py")]
+SMALL = [
+    *("--steps", "2", "--num-hidden-layers", "1", "--hidden-size", "32", "--device", "cpu"),
+    *("--intermediate-size", "48", "--num-attention-heads", "8", "--num-key-value-heads", "4"),
+    *("--sequence-length", "64", "--micro-batch-size", "2", "--accumulation", "2"),
+    *("--check-steps", "2"),
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+PYTHON = [sys.executable]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # tiny tensors only wait for more
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=ROOT, env=one_thread
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "flags", "pairs"),
+    [
+        (PYTHON, [], [3 * 32**2]),
+        (PYTHON, ["--nproc", "2", "--order", "contiguous"], [1024, 2048]),
+        (PYTHON, ["--nproc", "2", "--kind", "all_gather", "--recompute", "full"], [1280] * 2),
+        ([*TORCHRUN, "4"], ["--kind", "ulysses", "--precision", "bfloat16"], [1024] * 4),
+    ],
+    ids=["one rank", "contiguous ring", "all-gather", "torchrun 4 ulysses"],
+)
+def test_ranks_share_each_sequence_and_the_formulas_hold(start, flags, pairs):
+    done = run([*start, *SCRIPT, *SMALL, *flags])
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.rsplit(maxsplit=len(pairs)) for line in done.stdout.splitlines()]
+    counted = next(line for line in lines if line[0] == "pairs computed, of a sequence")
+    assert counted[1:] == [f"{n:,}" for n in pairs]
+    assert "bytes kept, of a micro-batch" in done.stdout and "bytes sent, in a step" in done.stdout
+    assert "losses and gradient norms of 2 steps are those of one rank" in done.stdout
+
+
+def test_what_the_reader_can_mend_is_one_line():
+    done = run([*PYTHON, *SCRIPT, *SMALL, "--nproc", "3"])
+    told = [line for line in done.stderr.splitlines() if "07_context_parallel.py: error: " in line]
+    assert done.returncode == 2, done.stderr
+    assert len(told) == 1 and "64 tokens is not divisible by 2·cp=6 (zigzag)" in told[0]
