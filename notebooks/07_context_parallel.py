@@ -29,7 +29,7 @@ from picotron_edu.optim import AdamW, cosine_lr
 from picotron_edu.partial_grads import sum_partial_grads
 from picotron_edu.presets import check_choice, check_count
 from picotron_edu.ranks import all_gather, all_reduce, device, entrypoint, wire_bytes, world
-from picotron_edu.ring_attention import Order
+from picotron_edu.ring_attention import ROWS, Order
 from picotron_edu.show.ledger import number, size
 from picotron_edu.train import Diverged, TrainConfig, accumulate, build_model, train, train_step
 
@@ -114,16 +114,19 @@ def run(config: Config, data: TextData) -> Result:
 
 
 def pairs_of(config: Config, n: int, index: int) -> float:
-    """Pairs of query and key that a rank computes for a sequence, masked halves of tiles included.
+    """Pairs of query and key that a rank computes for a sequence.
 
-    In Ulysses a rank has all pairs of an n-th of the heads (its kernel may skip masked ones).
+    A block on the diagonal is masked in part. The ring cuts it into bands of ROWS queries, each of
+    which looks no further than its own end; the other kinds compute all of it (a kernel may skip).
+    In Ulysses a rank has all pairs of an n-th of the heads.
     """
     S = config.sequence_length
     if config.kind == "ulysses":
         return S**2 / n
-    if config.order == "zigzag":
-        return (2 * n + 1) * (S / (2 * n)) ** 2
-    return (index + 1) * (S / n) ** 2
+    chunk = S // (2 * n) if config.order == "zigzag" else S // n
+    whole, diagonal = (2 * n - 1, 2) if config.order == "zigzag" else (index, 1)
+    bands = (min(ROWS, chunk - start) * min(start + ROWS, chunk) for start in range(0, chunk, ROWS))
+    return whole * chunk**2 + diagonal * (sum(bands) if config.kind == "ring" else chunk**2)
 
 
 def kept_by(config: Config, shape: LlamaConfig, n: int, index: int) -> float:
