@@ -67,8 +67,9 @@ def timeline(
                         _arrow(ax, event, ranks, (late - begin) * 1e3, top + height / 2)
         _axes(ax, ranks, whole)
         handles = [_legend_patch(kind) for kind in COLOURS if kind in kinds]
+        left = 0.0 if len(handles) < 6 else -0.2  # six and more begin above the names of the ranks
         ax.legend(
-            handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=7, columnspacing=1.2
+            handles=handles, loc="lower left", bbox_to_anchor=(left, 1), ncols=7, columnspacing=1.2
         )
         return finish(figure, caption)
 

@@ -148,6 +148,11 @@ def sums_what_is_partial_anywhere(params, axis):
     sum_of([p for p in params if layout_of(p).partial_over], axis)
 
 
+def sums_by_name(params, axis):
+    names = [layout_of(p).name for p in params]
+    sum_of([p for p, name in zip(params, names) if "norm" in name or "bias" in name], axis)
+
+
 def skips_none(params, axis):
     sum_of([p for p in partial_over(params, axis) if p.grad is not None], axis)
 
@@ -263,6 +268,7 @@ WRONG_ANSWERS = (
     ("6.2", (sums_everything, gradient_norm), "never add them"),
     ("6.2", (sums_what_is_whole, gradient_norm), "partial over nothing"),
     ("6.2", (sums_what_is_partial_anywhere, gradient_norm), "partial over another axis"),
+    ("6.2", (sums_by_name, gradient_norm), "never add them"),
     ("6.2", (skips_none, gradient_norm), "rank 0"),
     ("6.2", (one_message_each, gradient_norm), "one message for all partial gradients"),
     ("6.2", (sum_parts, counts_whole_ones_on_each_rank), "is counted 2 times"),
@@ -272,7 +278,7 @@ WRONG_ANSWERS = (
     ("6.3", residual_inside_the_sum, "each rank brings all of it into the sum"),
     ("6.3", joined_along_the_batch, "though this rank's x is right"),
     ("6.3", no_residual, "where is x itself?"),
-    ("6.3", gathers_without_history, "gradient of x"),
+    ("6.3", gathers_without_history, "all_gather has no gradient"),
     ("6.4", (WHOLE | {"norm input"}, layer_bytes), "this rank's positions only"),
     ("6.4", (WHOLE - {"labels"}, layer_bytes), "the head reads all positions"),
     ("6.4", (WHOLE | {"norm output"}, layer_bytes), "x is gathered again in backward"),

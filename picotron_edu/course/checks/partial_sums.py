@@ -35,13 +35,15 @@ class Elsewhere:
 
 
 def parameters(axis: Axis, n: int) -> dict[str, nn.Parameter]:
-    """A norm and a bias that are partial over the axis, and three that are not."""
+    """A norm and a bias that are partial over the axis, and a bias, a router and another norm that
+    are not: names do not tell.
+    """
     layouts = {
-        "norm": Layout("norm", (NORM,), partial_over=(axis,)),
-        "piece": Layout("piece", (n * PIECE,), cuts=(Cut(0, axis),)),
-        "router": Layout("router", (ROUTER,)),
-        "other": Layout("other", (OTHER,), partial_over=(Elsewhere(),)),
-        "bias": Layout("bias", (BIAS,), partial_over=(Elsewhere(), axis)),
+        "norm": Layout("layers.0.input_layernorm.weight", (NORM,), partial_over=(axis,)),
+        "piece": Layout("layers.0.q_proj.bias", (n * PIECE,), cuts=(Cut(0, axis),)),
+        "router": Layout("layers.0.router.weight", (ROUTER,)),
+        "other": Layout("images.norm.weight", (OTHER,), partial_over=(Elsewhere(),)),
+        "bias": Layout("layers.0.o_proj.bias", (BIAS,), partial_over=(Elsewhere(), axis)),
     }
     return {
         name: attach(nn.Parameter(torch.zeros(layout.local_shape, dtype=torch.float64)), layout)

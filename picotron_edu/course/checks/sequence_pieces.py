@@ -166,6 +166,14 @@ def find_the_bugs(feed_forward: Callable[..., Any]) -> str:
                 "gradient of W1": grad_W1.chunk(n)[rank],
                 "gradient of W2": grad_W2.chunk(n, 1)[rank],
             }
+            mistakes = {
+                "y": {text: value[:, mine] for text, value in wrong.items()},
+                "gradient of x": {
+                    "only the residual's: all_gather has no gradient, gather has one": (
+                        weight_BSD[:, mine]
+                    )
+                },
+            }
             got = run[rank].split([right.numel() for right in expected.values()])
             for (what, right), found in zip(expected.items(), got):
                 assert_close(
@@ -173,7 +181,9 @@ def find_the_bugs(feed_forward: Callable[..., Any]) -> str:
                     found.view(right.shape),
                     rank=rank,
                     what=f"{what} on {n} ranks",
-                    mistakes={k: v[:, mine] for k, v in wrong.items()} if what == "y" else {},
+                    mistakes=mistakes.get(what, {}),
                     hint="gather along the sequence, columns, relu, rows, scatter_sum, and then x",
                 )
+        if n == 2:
+            assert_keeps_to_axis(on_rank, inputs, run)
     return "x counts once, and every position stays in its sequence"
