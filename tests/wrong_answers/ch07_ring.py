@@ -227,7 +227,7 @@ WRONG_ANSWERS = (
     ("7.5", (right_cut, from_nought, any_backward), "where in the text do"),
     ("7.5", (right_cut, in_one_piece, any_backward), "the tokens are in zig-zag order"),
     ("7.5", (right_cut, right_angles, with_its_own_keys), "which ones have come?"),
-    ("7.5", (right_cut, right_angles, never_home), "in step s these must be"),
+    ("7.5", (right_cut, right_angles, never_home), "one more hop, and they are home"),
     ("7.6", (never_comes_home, 8), "one more hop to come home"),
     ("7.6", (gradients_in_bfloat16, 8), "travel as float32"),
     ("7.6", (output_stays, 8), "the output goes back"),

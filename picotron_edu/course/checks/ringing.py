@@ -156,7 +156,7 @@ def assert_computes_beside_messages(run: Run) -> None:
         messages = run.trace.of(rank=rank, lane="comm")
         if len(attended) != rank + 1:
             fail(
-                f"right, but expected {rank + 1} calls of attend, got {len(attended)} on rank "
+                f"right, but expected attend {rank + 1}×, got it {len(attended)}× on rank "
                 f"{rank} of {n}",
                 "keys of later ranks are masked as a whole: pass them on, compute nothing",
             )

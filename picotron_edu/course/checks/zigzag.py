@@ -20,7 +20,7 @@ from picotron_edu.course.comparing import (
 )
 from picotron_edu.ranks import Axis
 
-SEQUENCE, RANKS = 4096, 4
+SEQUENCE, RANKS = 64, 4
 
 
 def chunks_of(rank: int, n: int, order: str) -> list[int]:
