@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from picotron_edu.data import Batch
 from picotron_edu.layout import attach, describe, layout_of
-from picotron_edu.model import Llama
+from picotron_edu.model import Llama, LlamaConfig
 from picotron_edu.presets import check_choice
 from picotron_edu.ranks import Axis, exchange, gather
 from picotron_edu.ring_attention import Order, chunks_of, ring_attention
@@ -137,14 +137,9 @@ def apply(
     """
     check_choice("kind", kind, get_args(Kind))
     check_choice("order", order, get_args(Order))
-    config = model.config
-    for name in ("num_attention_heads", "num_key_value_heads") if kind == "ulysses" else ():
-        if getattr(config, name) % axis.size:
-            raise ValueError(
-                f"{name}={getattr(config, name)} is not divisible by {axis.name}={axis.size}, "
-                f"as kind='ulysses' needs"
-            )
     block: Any
+    for block in model.model.layers if kind == "ulysses" else ():
+        check_heads(model.config, axis, block.self_attn)
     for block in model.model.layers:
         block.self_attn.attend = partial(KINDS[kind], axis, order, causal)
     describe(model)
@@ -152,6 +147,19 @@ def apply(
         layout = layout_of(param)
         attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))
     model.model.register_forward_pre_hook(partial(check_positions, axis, order))
+
+
+def check_heads(config: LlamaConfig, axis: Axis, attention: Any) -> None:
+    """Ulysses spreads the heads of this rank, which under tensor parallelism are not all."""
+    heads = {"num_attention_heads": attention.q_proj, "num_key_value_heads": attention.k_proj}
+    for name, linear in heads.items():
+        here, all_heads = linear.weight.shape[0] // config.size_of_head, getattr(config, name)
+        if here % axis.size:
+            cut_too = "" if here == all_heads else f" ({here} on this rank)"
+            raise ValueError(
+                f"{name}={all_heads}{cut_too} is not divisible by {axis.name}={axis.size}, "
+                f"as kind='ulysses' needs"
+            )
 
 
 def check_positions(axis: Axis, order: Order, _module: nn.Module, inputs: tuple) -> None:
