@@ -21,7 +21,7 @@ from picotron_edu import context_parallel, recompute
 from picotron_edu.context_parallel import Kind, cut
 from picotron_edu.data import TextData
 from picotron_edu.flags import flag
-from picotron_edu.flops import forward_flops, operation_counter
+from picotron_edu.flops import OperationCounter, forward_flops
 from picotron_edu.memory import activation_bytes, measured_activation_bytes
 from picotron_edu.memory_states import recording
 from picotron_edu.model import Llama, LlamaConfig
@@ -107,10 +107,10 @@ def run(config: Config, data: TextData) -> Result:
         sent = sum(e.wire_bytes for e in recorder.events[before:] if e.axis == "world")
     rows = slice(0, config.micro_batch_size)
     inputs, labels = batch.inputs_BS[rows].clone(), batch.labels_BS[rows].clone()
-    with operation_counter() as counter:
+    with OperationCounter() as counter:
         kept = measured_activation_bytes(model, lambda: model(inputs, batch.positions_S, labels)[0])
     matrices = forward_flops(model.config, *inputs.shape).weights
-    return Result(losses, norms, [counter.get_total_flops() - matrices, kept, sent])
+    return Result(losses, norms, [counter.total - matrices, kept, sent])
 
 
 def pairs_of(config: Config, n: int, index: int) -> float:

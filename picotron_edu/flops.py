@@ -23,8 +23,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
+from picotron_edu.memory_watch import EachOperation
 from picotron_edu.presets import LlamaConfig
 
 # Dense bf16 operations per second by name of the GPU, from NVIDIA's data sheets.
@@ -98,30 +100,33 @@ def recomputed_flops(
     return Flops(once.weights - stopped if recompute == "full" else 0.0, once.attention)
 
 
-def operation_counter() -> FlopCounterMode:
-    """PyTorch's counter of what is really computed; it does not know fused attention on the CPU.
+class OperationCounter(EachOperation):
+    """`with OperationCounter() as counter: …` and then `counter.total`: what was really computed.
 
-    with operation_counter() as counter: ...        then counter.get_total_flops()
-
-    Masked pairs count, as they do in PyTorch's formulas for the kernels of a GPU.
+    By PyTorch's formulas (`flop_counter`), and ours for fused attention on the CPU, which has none
+    there. Masked pairs count, as they do in PyTorch's formulas for the kernels of a GPU.
     """
 
-    def products(number: int, q_BHSd: tuple[int, ...], k_BKTd: tuple[int, ...]) -> int:
-        B, H, S, d = q_BHSd
-        return number * 2 * B * H * S * k_BKTd[2] * d
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
 
-    def forward(q: tuple, k: tuple, *_: Any, **__: Any) -> int:
-        return products(2, q, k)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet, name = func.overloadpacket, func.overloadpacket.__name__
+        if packet in flop_registry:
+            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        elif name == "_scaled_dot_product_flash_attention_for_cpu":
+            self.total += fused_attention_flops(args[0], args[1], products=2)
+        elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+            self.total += fused_attention_flops(args[1], args[2], products=5)  # scores again
+        return result
 
-    def backward(_grad: tuple, q: tuple, k: tuple, *_: Any, **__: Any) -> int:
-        return products(5, q, k)
 
-    aten = torch.ops.aten
-    fused = {
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-    return FlopCounterMode(display=False, custom_mapping=fused)
+def fused_attention_flops(q_BHSd: Tensor, k_BKTd: Tensor, products: int) -> int:
+    return products * 2 * q_BHSd.numel() * k_BKTd.shape[2]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_edu.flops import (
+    OperationCounter,
     Peak,
     forward_flops,
     hardware_flops,
     matmul_parameters,
     measured_peak,
     model_flops,
-    operation_counter,
     peak_of,
 )
 from picotron_edu.model import PRESETS, Llama, LlamaConfig, token_loss_sum
@@ -97,9 +97,9 @@ def test_fused_attention_on_the_cpu_is_counted():
     """5 products in backward, for it computes the scores once more: 7/2 of forward, not 3."""
     tokens_BS = torch.zeros(2, 32, dtype=torch.int64)
     once = forward_flops(GROUPED, batch=2, sequence=32, causal=False)
-    with operation_counter() as forward:
+    with OperationCounter() as forward:
         loss, _ = token_loss_sum(Llama(GROUPED)(tokens_BS), tokens_BS)
-    with operation_counter() as backward:
+    with OperationCounter() as backward:
         loss.backward()
-    assert forward.get_total_flops() == once.total
-    assert backward.get_total_flops() == 2 * once.weights + 2.5 * once.attention
+    assert forward.total == once.total
+    assert backward.total == 2 * once.weights + 2.5 * once.attention

@@ -1,4 +1,4 @@
-"""The ring, step by step, with a slider: whose keys each rank has, which tiles it computes.
+"""The ring, step by step, with a slider: which tiles each rank computes, and with which keys.
 
     show.mask_stepper({"contiguous": tiles, "zigzag": tiles})
 
