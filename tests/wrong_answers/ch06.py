@@ -3,111 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch.autograd import Function
 
 from picotron_edu.layout import layout_of
 from picotron_edu.memory import activations
 from picotron_edu.presets import LlamaConfig
-from picotron_edu.ranks import (
-    all_gather,
-    all_reduce,
-    gather,
-    reduce_scatter,
-    scatter_sum,
-    world,
-)
+from picotron_edu.ranks import all_reduce
 from picotron_edu.sequence_parallel import rank_activations
 from picotron_edu.tensor_parallel import rank_shape
-
-# ---- 6.1 GatherSequence, ScatterSequence ----
-
-
-def piece(x, axis):
-    return x.chunk(axis.size, 1)[axis.index].clone()
-
-
-class Gather(Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return all_gather(x, axis, dim=1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.axis, dim=1), None
-
-
-class Scatter(Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return reduce_scatter(x, axis, dim=1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.axis, dim=1), None
-
-
-class OnlyCuts(Gather):
-    @staticmethod
-    def backward(ctx, grad):
-        return piece(grad, ctx.axis), None
-
-
-class Averages(Gather):
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.axis, dim=1, op="avg"), None
-
-
-class SumsEverywhere(Gather):
-    @staticmethod
-    def backward(ctx, grad):
-        return piece(all_reduce(grad.clone(), ctx.axis), ctx.axis), None
-
-
-class AlongTheBatch(Gather):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-
-class OverTheWorld(Gather):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = world()
-        return all_gather(x, world(), dim=1)
-
-
-class AlwaysTheFirstPiece(Gather):
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad.clone(), ctx.axis).chunk(ctx.axis.size, 1)[0].clone(), None
-
-
-class NeverSums(Scatter):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return piece(x, axis)
-
-
-class KeepsItsGradient(Scatter):
-    @staticmethod
-    def backward(ctx, grad):
-        whole = grad.new_zeros(grad.shape[0], ctx.axis.size * grad.shape[1], grad.shape[2])
-        whole.chunk(ctx.axis.size, 1)[ctx.axis.index].copy_(grad)
-        return whole, None
-
-
-class ReducesAndCuts(Scatter):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return piece(all_reduce(x.clone(), axis), axis)
-
 
 # ---- 6.2 sum_parts(params, axis), gradient_norm(params, axis) ----
 
@@ -186,36 +88,6 @@ def without_the_root(params, axis):
     return all_reduce(squares(params, True), axis) + squares(params, False)
 
 
-# ---- 6.3 feed_forward(x, W1, W2, axis) ----
-
-
-def inside(x_BSD, W1, W2):
-    return F.linear(F.relu(F.linear(x_BSD, W1)), W2)
-
-
-def both_bugs(x, W1, W2, axis):
-    x_BSD = gather(x, axis).view(x.shape[0], -1, x.shape[2])
-    return scatter_sum(x_BSD + inside(x_BSD, W1, W2), axis, dim=1)
-
-
-def residual_inside_the_sum(x, W1, W2, axis):
-    x_BSD = gather(x, axis, dim=1)
-    return scatter_sum(x_BSD + inside(x_BSD, W1, W2), axis, dim=1)
-
-
-def joined_along_the_batch(x, W1, W2, axis):
-    x_BSD = gather(x, axis).view(x.shape[0], -1, x.shape[2])
-    return x + scatter_sum(inside(x_BSD, W1, W2), axis, dim=1)
-
-
-def no_residual(x, W1, W2, axis):
-    return scatter_sum(inside(gather(x, axis, dim=1), W1, W2), axis, dim=1)
-
-
-def gathers_without_history(x, W1, W2, axis):
-    return x + scatter_sum(inside(all_gather(x, axis, dim=1), W1, W2), axis, dim=1)
-
-
 # ---- 6.4 whole, layer_bytes(n, regather) ----
 
 LLAMA = LlamaConfig.from_preset("llama-3-8b")
@@ -253,16 +125,6 @@ RIGHT = (130, 195, 291, 325 * 7 / 8 * 8192 * 4096 * 2 / 1e9)
 
 
 WRONG_ANSWERS = (
-    ("6.1", (OnlyCuts, Scatter), "the others have read it, too"),
-    ("6.1", (Averages, Scatter), "the sum over the ranks, not their mean"),
-    ("6.1", (SumsEverywhere, Scatter), "no rank needs the sum everywhere"),
-    ("6.1", (AlongTheBatch, Scatter), "the sequence is dim 1"),
-    ("6.1", (OverTheWorld, Scatter), "use only the axis"),
-    ("6.1", (AlwaysTheFirstPiece, Scatter), "at this rank's positions"),
-    ("6.1", (Gather, NeverSums), "add up the ranks' parts"),
-    ("6.1", (Gather, KeepsItsGradient), "it has brought something to all others"),
-    ("6.1", (Gather, ReducesAndCuts), "no rank needs the sum everywhere"),
-    ("6.1", (gather, Scatter), "expected the class GatherSequence"),
     ("6.2", (forgets_all, gradient_norm), "it is a part: sum it over the ranks"),
     ("6.2", (averages_parts, gradient_norm), "sum, do not average"),
     ("6.2", (sums_everything, gradient_norm), "never add them"),
@@ -274,11 +136,6 @@ WRONG_ANSWERS = (
     ("6.2", (sum_parts, counts_whole_ones_on_each_rank), "is counted 2 times"),
     ("6.2", (sum_parts, its_own_part), "pieces of the others are missing"),
     ("6.2", (sum_parts, without_the_root), "where is the root?"),
-    ("6.3", both_bugs, "and x is counted 2 times"),
-    ("6.3", residual_inside_the_sum, "each rank brings all of it into the sum"),
-    ("6.3", joined_along_the_batch, "though this rank's x is right"),
-    ("6.3", no_residual, "where is x itself?"),
-    ("6.3", gathers_without_history, "all_gather has no gradient"),
     ("6.4", (WHOLE | {"norm input"}, layer_bytes), "this rank's positions only"),
     ("6.4", (WHOLE - {"labels"}, layer_bytes), "the head reads all positions"),
     ("6.4", (WHOLE | {"norm output"}, layer_bytes), "x is gathered again in backward"),
