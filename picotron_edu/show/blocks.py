@@ -51,16 +51,18 @@ def block(
     text: str,
     font: float,
     band: float = 1.0,
+    times: int = 1,
 ) -> None:
-    """A block at (x, y) (upper left, y grows downwards) in the colours of `ranks`: one stripe each.
+    """A block at (x, y) (upper left, y grows downwards) in the colours of `ranks`: one stripe each,
+    or `times` narrower ones.
 
     The colours fill the lowest `band` of the block: all of it, or a part, where the text would hide
     them. No rank at all means that nobody's data explain the content: grey and dotted.
     """
-    stripe = width / max(1, len(ranks))
+    stripe = width / max(1, len(ranks) * times)
     plain: dict[str, Any] = {"ec": "none", "in_layout": False}
     top = y + (1 - band) * height
-    for i, rank in enumerate(ranks):
+    for i, rank in enumerate([*ranks] * times):
         left = x + i * stripe
         ax.add_patch(Rectangle((left, top), stripe, band * height, fc=rank_colour(rank), **plain))
     look: dict[str, Any] = {"ec": TEXT, "lw": 0.9, "label": "block", "in_layout": False}

@@ -54,7 +54,8 @@ def cuts(
                 for (columns, lines), ranks in holders(pieces).items():
                     place = left + columns[0], top + lines[0]
                     size = columns[1] - columns[0], lines[1] - lines[0]
-                    block(ax, *place, *size, ranks, ", ".join(map(str, ranks)), font=10)
+                    text, times = ", ".join(map(str, ranks)), 1 if len(ranks) == 1 else 4
+                    block(ax, *place, *size, ranks, text, font=10, times=times)
                 left += out + gap
             top += max(inp for _, inp in sizes.values()) + gap / 3
         return finish(figure, caption)
