@@ -170,7 +170,7 @@ class Zero:
             raise RuntimeError(
                 f"{layout_of(param).name} got a second gradient that would not be summed over "
                 f"{self.axis.name}: call finish() after each step (after an interrupted one, too, "
-                f"then zero the gradients), and each of the other backward passes in its own no_sync()"
+                f"then zero the gradients), and each of the other backward passes in a no_sync()"
             )
         unit.waiting.remove(param)
         # in one order on all ranks: a unit leaves when it and all before it are complete
