@@ -15,15 +15,17 @@ Two of them are merged exactly: the lse says how much weight each had (online so
 the keys go round again, and their gradients travel with them until they are home.
 
 Causal attention makes early tokens cheap and late ones dear. Cut into n contiguous parts, the last
-rank has n times the work of the first. Cut into 2n chunks, of which rank i gets the i-th and the
-i-th from the end (*zig-zag*), all have the same:
+rank has n times the tiles of the first, and nearly 2n − 1 times the pairs of query and key. Cut
+into 2n chunks, of which rank i gets the i-th and the i-th from the end (*zig-zag*), all have the
+same:
 
     contiguous  0 0 1 1 2 2 3 3        zig-zag  0 1 2 3 3 2 1 0
 
 Sent per layer, for kv = 2·B·K·(S/n)·d numbers:
     ring         forward (n−1)·kv          backward (n−1)·kv, and their gradients n·kv in float32
     all_gather   forward (n−1)·kv          backward (n−1)·kv: memory for all keys at once (Llama 3)
-    ulysses      heads for sequence: 4·(n−1)/n · a rank's q, k, v and output; heads must divide
+    ulysses      heads for sequence: (n−1)/n of a rank's q, k, v and output, in 4 messages; the
+                 same in backward; heads must divide
 Memory: all activations /n.
 
 Source: Liu et al., "Ring Attention", 2310.01889; Milakov and Gimelshein, 1805.02867 (online
@@ -111,7 +113,8 @@ def ulysses(axis: Axis, order: Order, causal: bool, q: Tensor, k: Tensor, v: Ten
 
     def heads_for_sequence(x_BHsd: Tensor) -> Tensor:
         rows_HBsd = exchange(x_BHsd.transpose(0, 1), axis)  # from each rank, its tokens of my heads
-        x_BHSd = rows_HBsd.unflatten(0, (n, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        pieces_nHBsd = rows_HBsd.unflatten(0, (n, -1))  # H: of my heads
+        x_BHSd = pieces_nHBsd.permute(2, 1, 0, 3, 4).flatten(2, 3)  # BHnsd, all tokens in a row
         return in_text_order(x_BHSd, axis, order, dim=2)
 
     q_BHSd, k_BKSd, v_BKSd = map(heads_for_sequence, (q, k, v))
@@ -119,8 +122,9 @@ def ulysses(axis: Axis, order: Order, causal: bool, q: Tensor, k: Tensor, v: Ten
         q_BHSd, k_BKSd, v_BKSd, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
     )
     by_rank = rank_order(axis, order, out_BHSd.shape[2]).to(q.device)
-    pieces_nHBsd = out_BHSd[:, :, by_rank].unflatten(2, (n, -1)).permute(2, 1, 0, 3, 4)
-    return exchange(pieces_nHBsd.flatten(0, 1), axis).transpose(0, 1)
+    pieces_BHnsd = out_BHSd[:, :, by_rank].unflatten(2, (n, -1))  # the way back: n goes in front
+    rows_HBsd = exchange(pieces_BHnsd.permute(2, 1, 0, 3, 4).flatten(0, 1), axis)
+    return rows_HBsd.transpose(0, 1)
 
 
 KINDS = {"ring": ring_attention, "all_gather": all_gather_keys, "ulysses": ulysses}

@@ -42,7 +42,11 @@ def chunks_of(index: int, n: int, order: Order) -> list[int]:
 
 
 def grouped(x_BHS: Tensor, key_heads: int) -> Tensor:
-    """The heads that share a key head, one behind the other: GR, G = B·K and R = H/K·S rows."""
+    """The rows of all query heads that share a key head, one behind the other.
+
+    BHS… -> GR…, G = B·K key heads and R = H/K·S rows of queries. So one product does for them all,
+    and keys (GT…, T of them) are never repeated.
+    """
     B, H, S, *d = x_BHS.shape
     return x_BHS.reshape(B * key_heads, H // key_heads * S, *d)
 
@@ -52,6 +56,7 @@ def scores(q_GRd: Tensor, k_GTd: Tensor, own: int) -> Tensor:
     s_GRT = q_GRd @ k_GTd.mT
     if own:
         future = torch.ones(own, own, dtype=torch.bool, device=s_GRT.device).triu(1)
+        # a tile on the diagonal has `own` queries, so R is H/K heads of `own` rows each
         s_GRT[..., -own:].unflatten(1, (-1, own)).masked_fill_(future, -math.inf)
     return s_GRT
 
@@ -158,8 +163,8 @@ class RingAttention(Function):
                 dq_BHSd[:, :, rows] += (ds_GRT @ k).view_as(dq_BHSd[:, :, rows])
                 dk_GSd[:, columns].baddbmm_(ds_GRT.mT, q)  # += dsᵀ·q, without a tensor in between
                 dv_GSd[:, columns].baddbmm_(p_GRT.mT, do)
-            if message:  # what other ranks have found for these keys comes behind them
-                dkv_2BKSd += message.wait()[0]
+            if message:  # the left neighbour had these keys a step ago, and sent what it then had
+                dkv_2BKSd += message.wait()[0]  # found for them: its part and that of those before
             message = pass_on(ctx.axis, dkv_2BKSd) if ctx.axis.size > 1 else None
         if message:
             (dkv_2BKSd,) = message.wait()  # one more hop, and they are home
@@ -170,7 +175,8 @@ class RingAttention(Function):
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Attention over some keys (out, lse: changed in place) and over some more, exactly.
 
-    Each weighs as much as its sum of exponentials, of which `lse` is the logarithm.
+    Each weighs as much as its sum of exponentials, of which `lse` is the logarithm. At least one of
+    the two must have seen a key: in the ring each query sees one in every tile.
     """
     both = torch.logaddexp(lse, more_lse.view(lse.shape))
     out *= (lse - both).exp()[..., None]
