@@ -23,7 +23,8 @@ def test_a_square_for_each_step_and_the_ranks_on_their_tiles():
     numbers = [sorted(text.get_text() for text in ax.texts) for ax in squares]
     assert numbers == [["0", "1"], ["1"], [*"000111"], [*"0011"]]  # of tiles computed in this step
     pairs = [ax.get_xlabel() for ax in squares]
-    assert pairs == ["pairs: 16, 16", "pairs: 0, 16", "pairs: 12, 12", "pairs: 8, 8"]
+    below = ["pairs: 16, 16", "pairs: 0, 16", "pairs: 12, 12", "pairs: 8, 8"]
+    assert pairs == [f"keys\n{text}" for text in below]
 
 
 def test_what_is_masked_as_a_whole_has_no_tile_and_a_diagonal_tile_is_half():

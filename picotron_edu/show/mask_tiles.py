@@ -53,7 +53,7 @@ def mask_tiles(
     lines = [(name, first) for name in orders for first in range(0, steps[name], columns)]
     side = WIDTH / max(columns, 3) - 0.4
     with style():
-        figure = new_figure(height=0.65 + len(lines) * (side + 0.55))
+        figure = new_figure(height=0.65 + len(lines) * (side + 0.7))
         grid = figure.subplots(len(lines), columns, squeeze=False)
         for (name, first), row in zip(lines, grid):
             for ax, step in zip(row, count(first)):
@@ -77,7 +77,8 @@ def _square(ax: Axes, ranks: Ranks, step: int, side: float) -> None:
     ax.plot((0, S), (0, S), color=FRAME, lw=0.9)
     pairs = pairs_of(ranks, step)
     few = "pairs: " + ", ".join(map(str, pairs))
-    ax.set_xlabel(few if len(few) < 28 else f"busiest rank: {max(pairs)} pairs", fontsize=9)
+    few = few if len(few) < 28 else f"busiest rank: {max(pairs)} pairs"
+    ax.set_xlabel(f"keys\n{few}", fontsize=9)
     ax.set_ylabel("queries", fontsize=9)
 
 
