@@ -58,12 +58,14 @@ def timeline(
                 mine = [e for e in events if e.rank == rank and e.lane == lane]
                 for event, row, rows in _stacked(mine):
                     late = _late_start(event, events)
+                    if late is not None and late - event.start <= SHORTEST_WAIT * whole:
+                        late = None
                     top, height = _place(ranks.index(rank), lane, row, rows)
                     kind = kind_of(event)
                     if both and kind == "communication" and "gather" in event.name:
                         kind = "gathering"
                     kinds |= _bar(ax, event, kind, late, begin, whole, top, height)
-                    if late is not None and late - event.start > SHORTEST_WAIT * whole:
+                    if late is not None:
                         _arrow(ax, event, ranks, (late - begin) * 1e3, top + height / 2)
         _axes(ax, ranks, whole)
         handles = [_legend_patch(kind) for kind in COLOURS if kind in kinds]
