@@ -61,6 +61,10 @@ class Result:
     work: list[float]  # pairs computed, bytes kept, bytes sent: of this rank
 
 
+class Broken(RuntimeError):
+    """A promise that does not hold; every rank raises it."""
+
+
 def main(config: Config) -> int:
     """Train one Llama, each sequence cut over all ranks."""
     try:
@@ -68,10 +72,10 @@ def main(config: Config) -> int:
         lines = report(config, run(config, data), config.shape(data.vocab_size))
         if config.check_steps:
             lines.append(compare_with_one_rank(config, data))
-    except (Diverged, ValueError, OSError, ImportError) as error:
-        if world().index == 0:  # what the reader can mend is one line; every rank has the same
+    except (Diverged, ValueError, OSError, ImportError, Broken) as error:
+        if world().index == 0:  # one line; every rank has the same
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 1 if isinstance(error, Broken) else 2  # 2: the reader can mend it
     if world().index == 0:
         print("\n".join(lines))
     return 0
@@ -166,15 +170,17 @@ def report(config: Config, result: Result, shape: LlamaConfig) -> list[str]:
     ]
     lines = [f"{n} rank{'s' * (n > 1)}, {config.kind}, {config.order}, sequences of {S} tokens:"]
     lines.append(" " * 32 + "".join(f"{f'rank {i}':>11}" for i in range(n)))
-    whats = "pairs computed, of a sequence", "bytes kept, of a micro-batch", "bytes sent, in a step"
+    whats = "pairs computed, masked too", "bytes kept, of a micro-batch", "bytes sent, in a step"
     for what, found, right in zip(whats, counted.T.tolist(), zip(*formulas)):
         write = number if what.startswith("pairs") else size
         for name, values in {what: found, "    formula": right}.items():
             lines.append(f"{name:32}" + "".join(f"{write(value):>11}" for value in values))
-        if max(abs(a - b) for a, b in zip(found, right)) > 1 and device().type == "cpu":
-            raise RuntimeError(f"{what}: {found} on ranks 0 to {n - 1}, by the formula {right}")
-    losses = result.losses
-    return [*lines, f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {config.steps} steps"]
+        for rank, (count, formula) in enumerate(zip(found, right)):
+            if abs(count - formula) > 1 and device().type == "cpu":
+                numbers = f"{number(count)} counted on rank {rank}, {number(formula)}"
+                raise Broken(f"{what}: {numbers} by the formula")
+    losses, steps = result.losses, f"{config.steps} step{'s' * (config.steps > 1)}"
+    return [*lines, f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {steps}"]
 
 
 def compare_with_one_rank(config: Config, data: TextData) -> str:
@@ -185,12 +191,13 @@ def compare_with_one_rank(config: Config, data: TextData) -> str:
         *zip(together.losses, (record.loss for record in alone)),
         *zip(together.norms, (record.grad_norm for record in alone)),
     ]
-    worst = max(abs(mine / its - 1) for mine, its in pairs)
+    apart = torch.tensor(max(abs(mine / its - 1) for mine, its in pairs))
+    worst = all_reduce(apart, world(), "max").item()  # every rank has compared
     if not worst < TOLERANCE[config.precision]:
-        raise RuntimeError(f"{world().size} ranks do not train like one: {worst:.1e} apart")
+        raise Broken(f"{world().size} ranks do not train like one: {worst:.1e} apart")
     return (
-        f"losses and gradient norms of {len(alone)} steps are those of one rank, "
-        f"to {max(worst, 1e-7):.0e}"
+        f"losses and gradient norms of {len(alone)} step{'s' * (len(alone) > 1)} are those of "
+        f"one rank, to {max(worst, 1e-7):.0e}"
     )
 
 

@@ -1,5 +1,6 @@
 """Chapter 07's script: the same file under python, with --nproc, and under torchrun."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -40,10 +41,22 @@ def test_ranks_share_each_sequence_and_the_formulas_hold(start, flags, pairs):
     done = run([*start, *SCRIPT, *SMALL, *flags])
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.rsplit(maxsplit=len(pairs)) for line in done.stdout.splitlines()]
-    counted = next(line for line in lines if line[0] == "pairs computed, of a sequence")
+    counted = next(line for line in lines if line[0] == "pairs computed, masked too")
     assert counted[1:] == [f"{n:,}" for n in pairs]
     assert "bytes kept, of a micro-batch" in done.stdout and "bytes sent, in a step" in done.stdout
     assert "losses and gradient norms of 2 steps are those of one rank" in done.stdout
+
+
+def test_a_count_that_is_not_its_formula_is_one_line(capsys, monkeypatch):
+    spec = importlib.util.spec_from_file_location("script_07", SCRIPT[0])
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "script_07", script)  # where dataclasses look for its types
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "sent_by", lambda config, shape, n: 1234.0)
+    small = {"num_hidden_layers": 1, "sequence_length": 32, "steps": 1, "check_steps": 0}
+    assert script.main(script.Config(**small, device="cpu")) == 1
+    told = "bytes sent, in a step: 0 counted on rank 0, 1,234 by the formula"
+    assert capsys.readouterr().err == f"07_context_parallel.py: error: {told}\n"
 
 
 def test_what_the_reader_can_mend_is_one_line():
