@@ -183,7 +183,9 @@ def never_home(*given):
     return any_backward(*given, home=False)
 
 
-# ---- 7.6 sent(kind, n, B, S, H, K, d), from_ranks ----
+# ---- 7.6 sent(kind, n, B, S, H, K, d), times ----
+
+TIMES = 2.14
 
 
 def any_sent(kind, n, B, S, H, K, d, hops=1, grad=4, out=1):
@@ -228,9 +230,11 @@ WRONG_ANSWERS = (
     ("7.5", (right_cut, in_one_piece, any_backward), "the tokens are in zig-zag order"),
     ("7.5", (right_cut, right_angles, with_its_own_keys), "which ones have come?"),
     ("7.5", (right_cut, right_angles, never_home), "one more hop, and they are home"),
-    ("7.6", (never_comes_home, 8), "one more hop to come home"),
-    ("7.6", (gradients_in_bfloat16, 8), "travel as float32"),
-    ("7.6", (output_stays, 8), "the output goes back"),
-    ("7.6", (as_many_key_heads, 8), "K heads, not H"),
-    ("7.6", (any_sent, 2), "not with the ring"),
+    ("7.6", (never_comes_home, TIMES), "one more hop to come home"),
+    ("7.6", (gradients_in_bfloat16, TIMES), "travel as float32"),
+    ("7.6", (output_stays, TIMES), "the output goes back"),
+    ("7.6", (as_many_key_heads, TIMES), "K heads, not H"),
+    ("7.6", (any_sent, 1), "that is the forward pass"),
+    ("7.6", (any_sent, 2), "n hops, not n − 1, to come home"),
+    ("7.6", (any_sent, 11 / 7), "travel as float32"),
 )
