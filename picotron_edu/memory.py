@@ -94,8 +94,9 @@ def rows(
     w = dtype.itemsize  # bytes of a number the model computes with
     x = torch.promote_types(dtype, torch.float32).itemsize  # of one it is exact with
     BS = B * S
-    fused = [  # on a GPU the output lies as o_proj reads it, and is the tensor that o_proj keeps
-        Row("attention output", "BHSd", w * BS * H * d, 1, inside_attention=not gpu),
+    as_read = gpu or H == 1  # the output lies as o_proj reads it, and is the tensor that it keeps
+    fused = [
+        Row("attention output", "BHSd", w * BS * H * d, 1, inside_attention=not as_read),
         Row("attention log-sum-exp", "BHS", x * BS * H, 1, inside_attention=True),
     ]
     table = [
@@ -117,7 +118,7 @@ def rows(
         Row("labels", "BS", 8 * BS, 0, 1),
         Row("weight of the labels", "1", x, 0, 1),
         *([] if gpu else only_on_cpu),
-        *(joined if scores or not gpu else []),
+        *(joined if scores or not as_read else []),
     ]
 
 
@@ -134,8 +135,8 @@ def activations(
 
     `gpu`: there one kernel does the whole RMSNorm and keeps only its input, and the attention
     output lies as o_proj reads it. The CPU's norm is composed of several operations in float32,
-    and its attention output is copied once for o_proj. `scores`: attention is not fused but
-    `recompute.scores_attention`, and keeps its table.
+    and its attention output is copied once for o_proj (of one head it need not be). `scores`:
+    attention is not fused but `recompute.scores_attention`, and keeps its table.
     """
     kept = []
     for row in rows(config, batch, sequence, dtype, gpu, scores):
@@ -160,7 +161,8 @@ def made_again(
     """What comes on top while backward is in a block: one block's worth, however many there are."""
     made = []
     for row in rows(config, batch, sequence, dtype, gpu, scores):
-        count = row.in_block if recompute == "full" or row.inside_attention else 0
+        again = row.inside_attention or row.name == "attention output"  # also if o_proj keeps one
+        count = row.in_block if recompute == "full" or again else 0
         if row.name == "norm input" and (gpu or dtype.itemsize >= 4):
             count -= 1  # the first norm reads the block's input itself, which has been waiting
         made.append(Kept(row.name, row.shape, row.bytes, count))

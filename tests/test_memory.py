@@ -27,6 +27,7 @@ CONFIGS = [
         num_key_value_heads=2,
     ),
     LlamaConfig(num_hidden_layers=1, num_key_value_heads=8, tie_word_embeddings=True),
+    LlamaConfig(num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1),
 ]
 
 
