@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_type_hints
 import torch
 
 from picotron_edu.data import TextData
-from picotron_edu.flags import flag
+from picotron_edu.flags import fixed, flag
 from picotron_edu.model import LlamaConfig
 from picotron_edu.presets import check_choice, check_count, check_number
 from picotron_edu.text import check_source, tokenizer_file
@@ -102,3 +102,12 @@ class TrainConfig:
             split,
             self.data_megabytes,
         )
+
+
+@dataclass(frozen=True)
+class OneReplica(TrainConfig):
+    """All ranks together hold one model and read the same rows: nobody is there to share with."""
+
+    data_parallel: Literal["bucketed"] = fixed("bucketed")
+    bucket_mb: float = fixed(25.0)
+    zero: Literal[0] = fixed(0)

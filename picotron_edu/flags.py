@@ -30,6 +30,11 @@ def flag(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def fixed(default: Any) -> Any:
+    """A field that is no flag: a setting of the base class of which a script allows one value."""
+    return dataclasses.field(default=default, init=False)
+
+
 def parse_flags(
     Config: type[Config],
     argv: Sequence[str] | None = None,
@@ -40,14 +45,14 @@ def parse_flags(
     """Read `argv` (None: this process's arguments) into an instance of the dataclass `Config`."""
     parser = argparse.ArgumentParser(prog, None, description, epilog, allow_abbrev=False)
     hints = get_type_hints(Config)
-    names = [f.name for f in dataclasses.fields(Config)]  # type: ignore[arg-type]
-    for field in dataclasses.fields(Config):  # type: ignore[arg-type]
+    flags = [f for f in dataclasses.fields(Config) if f.init]  # type: ignore[arg-type]
+    for field in flags:
         add_flag(parser, field, hints[field.name])
     values = vars(parser.parse_args(argv))
     try:
         return Config(**values)
     except (ValueError, FileNotFoundError) as error:
-        parser.error(in_flag_names(str(error), names))
+        parser.error(in_flag_names(str(error), [f.name for f in flags]))
 
 
 def flag_name(field_name: str) -> str:

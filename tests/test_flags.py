@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from picotron_edu.flags import flag, parse_flags
+from picotron_edu.flags import fixed, flag, parse_flags
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,14 @@ def test_a_type_that_cannot_be_a_flag_is_refused_by_name():
 
     with pytest.raises(TypeError, match=r"sizes.*cannot be a flag"):
         parse_flags(Odd, [])
+
+
+def test_what_a_script_has_fixed_is_no_flag(capsys):
+    @dataclass(frozen=True)
+    class Narrow(Config):
+        tied: bool = fixed(True)
+
+    assert parse_flags(Narrow, []).tied is True
+    with pytest.raises(SystemExit) as stopped:
+        parse_flags(Narrow, ["--no-tied"])
+    assert stopped.value.code == 2 and "--no-tied" in capsys.readouterr().err
