@@ -4,8 +4,8 @@
     every one                               dp, cp            saw other rows, other positions
     norms, under sequence parallelism       tp                saw other positions
     key and value heads that ranks share    tp_inner          have other query heads of the group
-    (weights cut over tp, norms without     –                 have the complete gradient already)
-     sequence parallelism)
+    weights cut over tp                     – (not tp)        have all there is of their piece
+    norms, without sequence parallelism     – (not tp)        saw all positions
 
 A data-parallel wrapper sums over its own axis, overlapped with backward. What is left are few and
 small parameters: they travel together, one message an axis, after the last backward of a step.
@@ -27,8 +27,8 @@ def sum_partial_grads(
 ) -> None:
     """Sum each gradient over the axes on which its layout says it is partial, and over no other.
 
-    One message per axis: the gradients travel as one vector. `done`: axes summed over already; a
-    joined one such as dp_cp stands for its parts, too.
+    One message per axis: the gradients travel as one vector. `done`: axes summed over already; the
+    name of a joined one tells its parts: dp_cp is dp and cp.
     """
     done_names = {part for axis in done for part in (axis.name, *axis.name.split("_"))}
     by_axis: dict[str, tuple[Axis, list[Tensor]]] = {}

@@ -103,27 +103,42 @@ def head_loss(
 
 
 def rank_activations(
-    config: LlamaConfig, n: int, batch: int, sequence: int, regather: bool = True, **options: Any
+    config: LlamaConfig,
+    n: int,
+    batch: int,
+    sequence: int,
+    regather: bool = True,
+    loss_chunks: int = 1,
+    **options: Any,
 ) -> list[Kept]:
     """What each of n ranks keeps for backward: that of tensor parallelism's thinner Llama, and of
     what lies between its blocks an n-th. options: as for `memory.activations`.
 
-    Token numbers, labels and the angles of the positions are not cut. Without regather the gathered
-    x stays, in place of the norm's output.
+    Token numbers, labels and the angles of the positions are not cut. A norm's output is the x that
+    columns read: without regather they keep it as gathered, and nobody keeps the piece. In chunks
+    the head runs once more in backward: it keeps its piece of x in any case, and no logits.
     """
     kept = activations(rank_shape(config, n), batch, sequence, **options)
-    between = {"normalised input", "norm input", "norm scale", "block input"}
-    between |= {"norm output"} if regather else set()
-    return [replace(k, bytes=k.bytes // n) if k.name in between else k for k in kept]
+    between = {"normalised input", "norm input", "norm scale", "norm output", "block input"}
+    found = []
+    for k in kept:
+        part = replace(k, bytes=k.bytes // n)
+        if k.name == "norm output" and not regather:
+            gathered = k.count - (loss_chunks > 1)  # all but the head's
+            found += [replace(k, count=gathered), replace(part, count=k.count - gathered)]
+        elif k.name != "log-probabilities" or loss_chunks == 1:
+            found.append(part if k.name in between else k)
+    return [k for k in found if k.count]
 
 
 def apply(model: Llama, axis: Axis, loss_chunks: int = 1, regather: bool = True) -> None:
     """Tensor parallelism over `axis`, and the sequence cut over it everywhere else.
 
     All ranks of the axis must be given the same whole sequences. After the last backward of a step
-    call `sum_partial_grads`. regather: gather x once more in backward, in place of keeping it.
-    Raises ValueError, before any message, where heads or channels do not divide, and in forward
-    where the sequence does not.
+    call `sum_partial_grads`. loss_chunks: parts of each rank's piece of the sequence of which the
+    logits are in memory one after the other. regather: gather x once more in backward, in place of
+    keeping it. Raises ValueError, before any message, where heads or channels do not divide, and in
+    forward where the sequence does not.
     """
     tensor_parallel.apply(model, axis, loss_chunks)
     column = partial(column_linears, axis, regather)

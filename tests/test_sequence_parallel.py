@@ -227,36 +227,40 @@ def test_the_bytes_are_those_of_tensor_parallelism():
 
 
 @pytest.mark.parametrize(
-    ("n", "config"), [(2, CONFIG), (4, replace(CONFIG, num_attention_heads=8, hidden_size=32))]
+    ("n", "config"),
+    [(2, CONFIG), (4, CONFIG), (4, replace(CONFIG, num_attention_heads=8, hidden_size=32))],
+    ids=["2 ranks", "a head each", "4 ranks"],
 )
 def test_what_a_rank_keeps_is_what_the_formula_says(n, config):
-    """To the byte, also with 2 key heads on 4 ranks. The loss adds 3 bytes a token of masks, and
-    needs no weight of the labels.
+    """To the byte, also with 2 key heads on 4 ranks, and with one query head on each. The loss adds
+    masks, 3 bytes a token (in chunks 1), and needs no weight of the labels.
     """
     B, S = 2, 12
     ways = [
-        (regather, policy, dtype)
+        (regather, chunks, policy, dtype)
         for regather in (True, False)
+        for chunks in (1, 3)
         for policy in ("none", "selective", "full")
         for dtype in (torch.float32, torch.bfloat16)
     ]
 
     def kept_bytes() -> list[int]:
         counts = []
-        for regather, policy, dtype in ways:
+        for regather, chunks, policy, dtype in ways:
             model, tokens_BS = Llama(config, dtype=dtype), torch.zeros(B, S, dtype=torch.int64)
-            sequence_parallel.apply(model, world(), regather=regather)
+            sequence_parallel.apply(model, world(), chunks, regather)
             recompute.apply(model, policy)
             run = partial(model, tokens_BS, None, tokens_BS + 0)
             counts.append(measured_activation_bytes(model, lambda run=run: run()[0]))
         return counts
 
-    formulas = [
-        sum(k.total for k in rank_activations(config, n, B, S, regather, dtype=dtype, recompute=p))
-        for regather, p, dtype in ways
-    ]
-    counts = launch(kept_bytes, world_size=n, quiet=True)[0]
-    assert counts == [formula - 4 + 3 * B * S for formula in formulas]
+    formulas = []
+    for regather, chunks, policy, dtype in ways:
+        options = {"dtype": dtype, "recompute": policy}
+        rows = rank_activations(config, n, B, S, regather, chunks, **options)
+        masks = (3 if chunks == 1 else 1) * B * S
+        formulas.append(sum(k.total for k in rows) - 4 + masks)
+    assert launch(kept_bytes, world_size=n, quiet=True)[0] == formulas
 
 
 def test_activations_are_a_fraction_and_gathered_ones_are_not_kept():
