@@ -1,11 +1,14 @@
 """Chapter 06's script: the same file under python, with --nproc, and under torchrun."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from picotron_edu.presets import LlamaConfig
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = [str(ROOT / "notebooks/06_sequence_parallel.py")]
@@ -15,6 +18,11 @@ SMALL = [
     *("--sequence-length", "32", "--micro-batch-size", "2", "--accumulation", "2"),
     *("--check-steps", "2"),
 ]
+THREE = [  # ranks: the vocabulary does not divide
+    *("--hidden-size", "48", "--num-attention-heads", "6", "--num-key-value-heads", "3"),
+    *("--sequence-length", "33", "--nproc", "3"),
+]
+ONE_HEAD = ["--num-attention-heads", "4", "--precision", "bfloat16"]  # on each of four ranks
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 PYTHON = [sys.executable]
 
@@ -30,10 +38,10 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
     ("start", "flags", "n"),
     [
         (PYTHON, [], 1),
-        (PYTHON, ["--nproc", "2", "--recompute", "full", "--loss-chunks", "3"], 2),
-        ([*TORCHRUN, "4"], ["--precision", "bfloat16", "--no-regather"], 4),  # 2 key heads
+        (PYTHON, [*THREE, "--recompute", "full", "--loss-chunks", "3"], 3),
+        ([*TORCHRUN, "4"], [*ONE_HEAD, "--no-regather", "--loss-chunks", "4"], 4),  # 2 key heads
     ],
-    ids=["one rank", "nproc 2", "torchrun 4"],
+    ids=["one rank", "nproc 3", "torchrun 4"],
 )
 def test_the_sequence_is_cut_and_the_formulas_hold(start, flags, n):
     done = run([*start, *SCRIPT, *SMALL, *flags])
@@ -51,3 +59,20 @@ def test_what_the_reader_can_mend_is_one_line():
     told = [line for line in done.stderr.splitlines() if "06_sequence_parallel.py: error: " in line]
     assert done.returncode == 2, done.stderr
     assert len(told) == 1 and "a sequence of 30 tokens is not divisible by world=4" in told[0]
+
+
+def test_there_are_no_flags_for_ranks_that_do_not_share_the_batch():
+    done = run([*PYTHON, *SCRIPT, "--zero", "1"])
+    assert done.returncode == 2 and "unrecognized arguments: --zero 1" in done.stderr
+
+
+def test_a_formula_that_does_not_hold_is_one_line(monkeypatch, capsys):
+    script = runpy.run_path(SCRIPT[0])
+    wrong = script["Result"]([1.0], [1.0], [0.0] * 5)
+    monkeypatch.setitem(script["main"].__globals__, "run", lambda config, data: wrong)
+    assert script["main"](script["Config"](steps=1)) == 1
+    told = capsys.readouterr()
+    count = LlamaConfig.from_preset("tiny", vocab_size=256).num_parameters()
+    assert not told.out and told.err.endswith(
+        f"_parallel.py: error: weights: 0 counted, {4 * count:,} by the formula\n"
+    )
