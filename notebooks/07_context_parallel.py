@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from picotron_edu import context_parallel, recompute
+from picotron_edu.config import OneReplica
 from picotron_edu.context_parallel import Kind, cut
 from picotron_edu.data import TextData
 from picotron_edu.flags import flag
@@ -31,13 +32,13 @@ from picotron_edu.presets import check_choice, check_count
 from picotron_edu.ranks import all_gather, all_reduce, device, entrypoint, wire_bytes, world
 from picotron_edu.ring_attention import ROWS, Order
 from picotron_edu.show.ledger import number, size
-from picotron_edu.train import Diverged, TrainConfig, accumulate, build_model, train, train_step
+from picotron_edu.train import Diverged, accumulate, build_model, train, train_step
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # the ranks add up in another order
 
 
 @dataclass(frozen=True)
-class Config(TrainConfig):
+class Config(OneReplica):
     steps: int = flag(20, "optimizer steps")
     sequence_length: int = flag(1024, "tokens in a sample, over all ranks")
     micro_batch_size: int = flag(1, "samples per forward pass")

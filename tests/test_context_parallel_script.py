@@ -64,3 +64,8 @@ def test_what_the_reader_can_mend_is_one_line():
     told = [line for line in done.stderr.splitlines() if "07_context_parallel.py: error: " in line]
     assert done.returncode == 2, done.stderr
     assert len(told) == 1 and "64 tokens is not divisible by 2·cp=6 (zigzag)" in told[0]
+
+
+def test_there_is_no_flag_for_what_needs_replicas():
+    done = run([*PYTHON, *SCRIPT, "--zero", "2"])
+    assert done.returncode == 2 and "unrecognized arguments: --zero 2" in done.stderr
