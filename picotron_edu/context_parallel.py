@@ -41,8 +41,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_edu.data import Batch
-from picotron_edu.layout import attach, describe, layout_of
+from picotron_edu.layout import attach, layout_of
 from picotron_edu.model import Llama, LlamaConfig
+from picotron_edu.plain import check_plain
 from picotron_edu.presets import check_choice
 from picotron_edu.ranks import Axis, exchange, gather
 from picotron_edu.ring_attention import Order, chunks_of, ring_attention
@@ -64,6 +65,12 @@ def positions_of(index: int, n: int, order: Order, length: int) -> Tensor:
 
 def cut(batch: Batch, axis: Axis, order: Order = "zigzag") -> Batch:
     """This rank's tokens, with their labels (the next token's, also at a border) and positions."""
+    check_choice("order", order, get_args(Order))
+    if batch.positions_S is not None:
+        raise ValueError("the batch has positions already: cut a batch once, and before all else")
+    if batch.labels_BS.shape != batch.inputs_BS.shape:
+        shapes = f"{tuple(batch.inputs_BS.shape)} and {tuple(batch.labels_BS.shape)}"
+        raise ValueError(f"inputs and labels must have one shape, got {shapes}")
     positions_S = positions_of(axis.index, axis.size, order, batch.inputs_BS.shape[1])
     here_S = positions_S.to(batch.inputs_BS.device)
     return replace(
@@ -141,12 +148,13 @@ def apply(
     """
     check_choice("kind", kind, get_args(Kind))
     check_choice("order", order, get_args(Order))
+    check_choice("causal", causal, (True, False))
+    check_plain(model, axis)
     block: Any
     for block in model.model.layers if kind == "ulysses" else ():
         check_heads(model.config, axis, block.self_attn)
     for block in model.model.layers:
         block.self_attn.attend = partial(KINDS[kind], axis, order, causal)
-    describe(model)
     for param in model.parameters():
         layout = layout_of(param)
         attach(param, replace(layout, partial_over=(*layout.partial_over, axis)))

@@ -40,13 +40,13 @@ from picotron_edu.layout import layout_of
 from picotron_edu.optim import Param, grad_of, main_dtype, zero_grads
 from picotron_edu.presets import check_choice, check_number
 from picotron_edu.ranks import Axis, Handle, all_reduce, broadcast
+from picotron_edu.summed import refuse_summed
 from picotron_edu.wrapping import (
     check_dtype,
     check_trained,
     hand_out,
     make_partial,
     mark_finished,
-    refuse_finished,
     start_equal,
 )
 
@@ -146,7 +146,7 @@ class DataParallel(nn.Module):
             self.syncing = before
 
     def before_gradient(self, param: Param, _: Tensor) -> None:
-        refuse_finished(param)
+        refuse_summed(param, grad_of(param))
 
     def ready(self, param: Param) -> None:
         """Backward calls this once a parameter, when its gradient is complete."""
@@ -171,7 +171,7 @@ class DataParallel(nn.Module):
     def send(self, bucket: Bucket) -> None:
         for param in bucket.params:
             if param.main_grad is None:  # took no part on this rank
-                refuse_finished(param)
+                refuse_summed(param, grad_of(param))
                 param.main_grad = param.grad_home.zero_()
         message = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         bucket.handle = all_reduce(message, self.axis, async_op=True)
@@ -197,7 +197,7 @@ class DataParallel(nn.Module):
             for param in bucket.params:
                 param.main_grad = None
                 hand_out(param, param.grad_home.view_as(param))
-            mark_finished(bucket.params)
+            mark_finished(bucket.params, self.axis)
         self.sent = 0
         if self.seen is not None:
             self.learn_order(self.seen)

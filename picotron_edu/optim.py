@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from picotron_edu.layout import Axis, layout_of
 from picotron_edu.presets import check_number
+from picotron_edu.summed import refuse_summed
 
 Param = Any  # an nn.Parameter that has main_grad, and maybe grad_home (see keep_main_grads)
 AllReduce = Callable[[Tensor, Any, str], Any]  # all_reduce(x, axis, op), in place
@@ -58,6 +59,7 @@ def add_to_main_grad(param: Param) -> None:
     elif param.main_grad is None:
         param.main_grad = param.grad.to(main_dtype(param))  # no copy where it is wide enough
     else:
+        refuse_summed(param, param.main_grad)
         param.main_grad += param.grad
     param.grad = None  # else the next backward would add on top, and this one would count twice
 
@@ -97,6 +99,8 @@ class AdamW:
         pairs = list(named_params)
         if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
             raise ValueError("AdamW takes names and parameters: give it model.named_parameters()")
+        if not pairs or len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError("AdamW got no parameter at all, or two of one name")
         for setting, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             check_number(setting, value, zero=True)
         if not all(0 <= beta < 1 for beta in betas):
@@ -110,6 +114,11 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
         lr = self.lr if lr is None else lr
+        if all(grad_of(param) is None for param in self.params.values()):
+            raise RuntimeError(
+                "no parameter has a gradient: was AdamW made of the model that has run backward? "
+                "With Zero it is AdamW(zero.named_parameters()), made after it"
+            )
         (beta1, beta2), self.steps = self.betas, self.steps + 1
         for name, param in self.params.items():
             grad, w = grad_of(param), self.masters[name]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from picotron_edu.layout import Axis, layout_of
 from picotron_edu.optim import AllReduce, grad_of, main_dtype
+from picotron_edu.summed import mark_summed, names_of, summed_over
 
 
 @torch.no_grad()
@@ -27,14 +28,21 @@ def sum_partial_grads(
 ) -> None:
     """Sum each gradient over the axes on which its layout says it is partial, and over no other.
 
-    One message per axis: the gradients travel as one vector. `done`: axes summed over already; the
-    name of a joined one tells its parts: dp_cp is dp and cp.
+    One message per axis: the gradients travel as one vector. What has been summed over an axis is
+    left out, by its mark (`summed.py`): by DataParallel or Zero, or here before. `done`: axes over
+    which somebody else has summed. Call it after the last backward of a step, and after finish().
     """
-    done_names = {part for axis in done for part in (axis.name, *axis.name.split("_"))}
+    done_names = {name for axis in done for name in names_of(axis)}
     by_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
     for param in params:
-        for axis in layout_of(param).partial_over:
-            if axis.size > 1 and axis.name not in done_names:
+        layout, summed = layout_of(param), summed_over(grad_of(param))
+        if not summed and param.requires_grad and (layout.flat or hasattr(param, "grad_home")):
+            raise RuntimeError(
+                f"{layout.name} is in a data-parallel wrapper and has no sum yet: call finish() "
+                f"before sum_partial_grads (of a model in Zero, take the wrapper's parameters)"
+            )
+        for axis in layout.partial_over if param.requires_grad else ():
+            if axis.size > 1 and axis.name not in done_names | summed:
                 by_axis.setdefault(axis.name, (axis, []))[1].append(param)
     for name in sorted(by_axis):  # the same order on every rank
         axis, partial = by_axis[name]
@@ -46,3 +54,4 @@ def sum_partial_grads(
             grad.copy_(total.view_as(grad))
             if grad_of(param) is None:
                 setattr(param, "main_grad" if hasattr(param, "main_grad") else "grad", grad)
+            mark_summed(grad, axis)

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from picotron_edu.ranks import Axis, send_recv
 
@@ -143,6 +144,7 @@ class RingAttention(Function):
         return rounded_BHSd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSd, kv_2BKSd, out_BHSd, lse_BHS = ctx.saved_tensors
         exact, K, root = lse_BHS.dtype, kv_2BKSd.shape[2], math.sqrt(q_BHSd.shape[-1])
@@ -151,8 +153,8 @@ class RingAttention(Function):
         dq_BHSd, message = torch.zeros_like(grad_BHSd), None
         for blocks, here_2BKSd in around(ctx.axis, ctx.order, ctx.causal, kv_2BKSd):
             k_GSd, v_GSd = here_2BKSd.to(exact).flatten(1, 2)
-            dkv_2BKSd = torch.zeros_like(kv_2BKSd, dtype=exact)
-            dk_GSd, dv_GSd = dkv_2BKSd.flatten(1, 2)  # views
+            dkv_2BKSd = kv_2BKSd.new_zeros(kv_2BKSd.shape, dtype=exact)  # contiguous: parts of it
+            dk_GSd, dv_GSd = dkv_2BKSd.flatten(1, 2)  # are views
             for rows, columns, own in tiles_of(blocks):
                 k, v = k_GSd[:, columns], v_GSd[:, columns]
                 q, do, lse, delta = (

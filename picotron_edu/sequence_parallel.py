@@ -30,6 +30,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from picotron_edu import tensor_parallel
 from picotron_edu.layout import attach, layout_of, slice_of
@@ -56,6 +57,7 @@ class GatherColumnLinears(Function):
         return tuple(F.linear(x_BSD, weight_FD) for weight_FD in weights_FD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads_BSF: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_FD = ctx.saved_tensors
         x_BSD = all_gather(x, ctx.axis, dim=1, async_op=True) if ctx.regather else x

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from picotron_edu.layout import FlatCut, attach, layout_of
-from picotron_edu.optim import Param, main_dtype
+from picotron_edu.optim import Param, grad_of, main_dtype
 from picotron_edu.ranks import Axis, Handle, all_gather
-from picotron_edu.wrapping import hand_out, make_partial, refuse_finished
+from picotron_edu.summed import refuse_summed
+from picotron_edu.wrapping import hand_out, make_partial
 
 PLAIN = (bool, int, float, str, NoneType)  # what a module may return beside tensors
 
@@ -122,7 +123,7 @@ class Unit:
         sizes = [piece.numel() for piece in self.pieces]
         parts = summed.split_with_sizes([*sizes, self.length - sum(sizes)])
         for piece, part in zip(self.pieces, parts):
-            refuse_finished(piece)
+            refuse_summed(piece, grad_of(piece))
             hand_out(piece, part)
 
     @property

@@ -31,10 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from picotron_edu.layout import Cut, attach, describe, layout_of, piece_of, slice_of
+from picotron_edu.layout import Cut, attach, layout_of, piece_of, slice_of
 from picotron_edu.model import Llama, LlamaConfig
+from picotron_edu.plain import check_plain, check_tokens
 from picotron_edu.presets import check_count
 from picotron_edu.ranks import Axis, all_reduce, divided, reduce_from, span
 
@@ -61,6 +63,7 @@ class ColumnLinears(Function):
         return tuple(F.linear(x_BSD, weight_FD) for weight_FD in weights_FD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads_BSF: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, *weights_FD = ctx.saved_tensors
         x_TD, grads_TF = x_BSD.flatten(0, -2), [grad.flatten(0, -2) for grad in grads_BSF]
@@ -129,6 +132,7 @@ class VocabularyLoss(Function):
         return (log_sum_T - sums_2T[1]).where(counted_T, 0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
         log_softmax_TV, local_T1, here_T, counted_T = ctx.saved_tensors
         grad_TV = log_softmax_TV.exp()  # softmax, minus 1 at the label:
@@ -188,9 +192,6 @@ def check_divisible(model: Llama, axis: Axis) -> None:
         )
     if config.vocab_size < n:
         raise ValueError(f"vocab_size={config.vocab_size} is below {axis.name}={n}")
-    for layout in map(layout_of, model.parameters()):
-        if layout.cuts or layout.flat:
-            raise ValueError(f"{layout.name} is cut already: apply this once, and before ZeRO")
 
 
 def cut_linear(linear: Any, axis: Axis, dim: int) -> None:
@@ -218,12 +219,11 @@ def cut_key_heads(linears: list[Any], heads: int, axis: Axis) -> None:
 def apply(model: Llama, axis: Axis, loss_chunks: int = 1) -> None:
     """Cut a plain Llama over `axis`: from here on each rank computes its part of every layer.
 
-    All ranks of the axis must be given the same tokens. Apply before data parallelism. loss_chunks:
-    parts of the sequence of which the logits are in memory one after the other. Raises ValueError,
-    before any message, where heads or channels do not divide.
+    All ranks of the axis must be given the same tokens. loss_chunks: parts of the sequence whose
+    logits are in memory one after the other. Raises ValueError before any message.
     """
     check_count("loss_chunks", loss_chunks)
-    describe(model)
+    check_plain(model, axis, whole=True)
     check_divisible(model, axis)
     column = partial(column_linears, axis)
     block: Any
@@ -247,3 +247,4 @@ def apply(model: Llama, axis: Axis, loss_chunks: int = 1) -> None:
     embedding.forward = partial(look_up, axis, first, embedding)
     head.forward = lambda x_BSD: column(x_BSD, head)[0]
     model.head_loss = partial(head_loss, axis, first, loss_chunks)
+    model.register_forward_pre_hook(partial(check_tokens, model.config.vocab_size))

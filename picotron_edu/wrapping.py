@@ -6,8 +6,7 @@
                                                         .main_grad   bfloat16 weights, float32 sums
     zeroed     by the optimizer or the model, before the next backward
 
-A sum that nobody has zeroed must not get into the next step's: summed once more it would count
-once for each rank. So finished gradients are marked, and whoever adds to one is told.
+A sum that nobody has zeroed must not get into the next step's: so it is marked (`summed.py`).
 """
 
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from picotron_edu.layout import attach, describe, layout_of
 from picotron_edu.optim import Param, grad_of, keep_main_grads
 from picotron_edu.ranks import Axis, broadcast
+from picotron_edu.summed import mark_summed
 
 
 def start_equal(module: nn.Module, axis: Axis) -> None:
@@ -60,28 +60,12 @@ def hand_out(param: Param, summed: Tensor) -> None:
         so_far += summed
 
 
-def mark_finished(params: Iterable[Param]) -> None:
+def mark_finished(params: Iterable[Param], axis: Axis) -> None:
     for grad in map(grad_of, params):
         if grad is not None:
-            grad.of_finished_step = True  # type: ignore[attr-defined]  # it goes where grad goes
-
-
-def refuse_finished(param: Param) -> None:
-    """Raises RuntimeError if the gradient of a finished step is still there."""
-    grad = grad_of(param)
-    if grad is None or not hasattr(grad, "of_finished_step") or not grad.any():  # zeroed in place
-        return
-    unseen = (
-        f". It is in .main_grad, where torch's optimizers do not look: for {param.dtype} weights "
-        f"use picotron_edu.optim.AdamW"
-    )
-    raise RuntimeError(
-        f"{layout_of(param).name} still has the gradient of a finished step: zero the gradients "
-        f"(optimizer.zero_grad() or model.zero_grad()) after finish() and before the next backward"
-        f"{unseen if param.grad is None else ''}"
-    )
+            mark_summed(grad, axis)
 
 
 def check_dtype(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, torch.dtype):
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise ValueError(f"{name} must be a type such as torch.bfloat16, or None, got {value!r}")

@@ -221,7 +221,7 @@ class Zero:
         for param, unit in self.unit_of.items():
             check_trained(param, unit.trained)
         self.end_backward()
-        mark_finished(self.parameters())
+        mark_finished(self.parameters(), self.axis)
         for unit in self.backward_order:
             unit.expire()  # the owners are about to change their shards
 
