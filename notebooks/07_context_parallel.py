@@ -142,7 +142,10 @@ def kept_by(config: Config, shape: LlamaConfig, n: int, index: int) -> float:
     order = 8 * S  # int64: where in the text the tokens of all ranks belong
     keys = 2 * B * (S - S // n) * shape.num_key_value_heads * shape.size_of_head  # other ranks'
     masks = pairs_of(config, n, index)
-    more = {"ring": 0, "ulysses": 4 * order, "all_gather": order + w * (keys + masks)}
+    # o_proj keeps a copy of what the kernel put out; with one head the ring needs none
+    copy = w * B * S // n * shape.size_of_head if shape.num_attention_heads == 1 else 0
+    gathered = order + w * (keys + masks) + copy
+    more = {"ring": 0, "ulysses": 4 * order + copy, "all_gather": gathered}
     return kept + (L * more[config.kind] if config.recompute == "none" else 0)
 
 

@@ -16,6 +16,7 @@ SMALL = [
     *("--sequence-length", "64", "--micro-batch-size", "2", "--accumulation", "2"),
     *("--check-steps", "2"),
 ]
+ONE_HEAD = ["--num-attention-heads", "1", "--num-key-value-heads", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 PYTHON = [sys.executable]
 
@@ -33,9 +34,10 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
         (PYTHON, [], [3 * 32**2]),
         (PYTHON, ["--nproc", "2", "--order", "contiguous"], [1024, 2048]),
         (PYTHON, ["--nproc", "2", "--kind", "all_gather", "--recompute", "full"], [1280] * 2),
+        (PYTHON, ["--kind", "all_gather", *ONE_HEAD], [3 * 32**2]),
         ([*TORCHRUN, "4"], ["--kind", "ulysses", "--precision", "bfloat16"], [1024] * 4),
     ],
-    ids=["one rank", "contiguous ring", "all-gather", "torchrun 4 ulysses"],
+    ids=["one rank", "contiguous ring", "all-gather", "one head", "torchrun 4 ulysses"],
 )
 def test_ranks_share_each_sequence_and_the_formulas_hold(start, flags, pairs):
     done = run([*start, *SCRIPT, *SMALL, *flags])
