@@ -63,6 +63,11 @@ def test_an_exception_in_the_answer_names_the_learners_line(chapter_nine):
     assert 'return x + "2"  # this line' in said
 
 
+def test_an_answer_that_calls_exit_is_told(chapter_nine):
+    with pytest.raises(ExerciseError, match=r"Exercise 9\.1: your code raised SystemExit"):
+        check("9.1", lambda *_: exit())
+
+
 def test_an_unknown_exercise_says_which_exist(chapter_nine):
     with pytest.raises(ValueError, match=r"no exercise 9\.7; this chapter has 9\.1"):
         check("9.7", None)

@@ -114,12 +114,12 @@ def check(number: str, *answers: object) -> None:
         raise ExerciseError(
             text if text.startswith("Exercise ") else f"Exercise {number}: {text}"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ExerciseError(f"Exercise {number}: {describe(error)}") from error
     print(f"{number} ✓ {praise}")
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """One line for an exception in the learner's code: what was raised, and at which line of it."""
     theirs = [
         frame

@@ -50,6 +50,15 @@ def sums_what_is_partial_anywhere(params, axis):
     sum_of([p for p in params if layout_of(p).partial_over], axis)
 
 
+def sums_the_first_and_the_last(params, axis):
+    sum_of([params[0], params[-1]], axis)
+
+
+def sums_by_the_last_axis(params, axis):
+    over = [(p, [a.name for a in layout_of(p).partial_over]) for p in params]
+    sum_of([p for p, names in over if names and names[-1] == axis.name], axis)
+
+
 def sums_by_name(params, axis):
     names = [layout_of(p).name for p in params]
     sum_of([p for p, name in zip(params, names) if "norm" in name or "bias" in name], axis)
@@ -130,6 +139,8 @@ WRONG_ANSWERS = (
     ("6.2", (sums_everything, gradient_norm), "never add them"),
     ("6.2", (sums_what_is_whole, gradient_norm), "partial over nothing"),
     ("6.2", (sums_what_is_partial_anywhere, gradient_norm), "partial over another axis"),
+    ("6.2", (sums_the_first_and_the_last, gradient_norm), "bias: expected a gradient of shape"),
+    ("6.2", (sums_by_the_last_axis, gradient_norm), "it is a part: sum it over the ranks"),
     ("6.2", (sums_by_name, gradient_norm), "never add them"),
     ("6.2", (skips_none, gradient_norm), "rank 0"),
     ("6.2", (one_message_each, gradient_norm), "one message for all partial gradients"),

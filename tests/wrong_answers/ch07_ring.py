@@ -77,6 +77,16 @@ def sends_and_waits_first(q, kv, axis, attend, merge):
     return so_far[0]
 
 
+def all_round_and_then_computes(q, kv, axis, attend, merge):
+    i, n, keys = axis.index, axis.size, [kv]
+    for _ in range(n - 1):
+        keys.append(start(keys[-1], axis).wait()[0])
+    so_far = attend(q, *keys[0], True)
+    for step in range(1, i + 1):
+        so_far = merge(*so_far, *attend(q, *keys[step], False))
+    return so_far[0]
+
+
 def throws_it_away(q, kv, axis, attend, merge):
     so_far = attend(q, *kv, True)
     nothing = torch.full_like(so_far[1], -math.inf)
@@ -219,6 +229,7 @@ WRONG_ANSWERS = (
     ("7.4", gathers_the_keys, "no rank has all keys at one time"),
     ("7.4", waits_at_once, "send the keys on before you compute"),
     ("7.4", sends_and_waits_first, "and only then wait()"),
+    ("7.4", all_round_and_then_computes, "computes while no message is under way"),
     ("7.4", throws_it_away, "pass them on, compute nothing"),
     ("7.4", never_takes_what_came, "take what wait() returns"),
     ("7.4", receives_into_its_own, "your function changed its input"),

@@ -39,7 +39,7 @@ def parameters(axis: Axis, n: int) -> dict[str, nn.Parameter]:
     are not: names do not tell.
     """
     layouts = {
-        "norm": Layout("layers.0.input_layernorm.weight", (NORM,), partial_over=(axis,)),
+        "norm": Layout("layers.0.norm.weight", (NORM,), partial_over=(axis, Elsewhere("dp"))),
         "piece": Layout("layers.0.q_proj.bias", (n * PIECE,), cuts=(Cut(0, axis),)),
         "router": Layout("layers.0.router.weight", (ROUTER,)),
         "other": Layout("images.norm.weight", (OTHER,), partial_over=(Elsewhere(),)),
@@ -62,7 +62,9 @@ def parts_and_the_norm(sum_parts: Callable[..., Any], gradient_norm: Callable[..
         params = parameters(axis, axis.size)
         for param, grad in zip(params.values(), grads):
             param.grad = None if grad is None else grad.clone()
-        sum_parts(list(params.values()), axis)
+        given, turn = [*params.values()], axis.size // 2 - 1  # their order does not tell
+        given = given[turn:] + given[:turn]
+        sum_parts(list(given), axis)
         for name, param in params.items():
             if param.grad is None or param.grad.shape != param.shape:
                 shape = None if param.grad is None else tuple(param.grad.shape)
@@ -71,7 +73,7 @@ def parts_and_the_norm(sum_parts: Callable[..., Any], gradient_norm: Callable[..
                     "where a rank has None, the sum of the others' is its gradient, too",
                 )
         before = flat([param.grad for param in params.values()]).clone()  # type: ignore[misc]
-        norm = gradient_norm(list(params.values()), axis)
+        norm = gradient_norm(list(given), axis)
         if not isinstance(norm, Tensor | float) or torch.as_tensor(norm).numel() != 1:
             fail(f"gradient_norm: expected one number, got {norm!r}", "it returns the norm")
         after = flat([param.grad for param in params.values()])  # type: ignore[misc]
