@@ -137,10 +137,17 @@ def failing_cells(path: Path, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
+def name_of(answer: object) -> str:
+    """The same in every process."""
+    if isinstance(answer, tuple):
+        return " and ".join(map(name_of, answer))
+    return getattr(answer, "__name__", repr(answer))
+
+
 @pytest.mark.parametrize(
     ("number", "answer", "words"),
     WRONG_ANSWERS,
-    ids=[f"{n}-{getattr(a, '__name__', a)}" for n, a, _ in WRONG_ANSWERS],
+    ids=[f"{number}-{name_of(answer)}" for number, answer, _ in WRONG_ANSWERS],
 )
 def test_a_wrong_answer_is_told_what_is_wrong(number, answer, words):
     answers = answer if isinstance(answer, tuple) else (answer,)
