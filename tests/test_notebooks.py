@@ -139,8 +139,9 @@ def failing_cells(path: Path, folder: Path) -> list[tuple[str, str]]:
 
 def name_of(answer: object) -> str:
     """The same in every process."""
-    if isinstance(answer, tuple):
-        return " and ".join(map(name_of, answer))
+    if isinstance(answer, tuple | set):
+        parts = sorted(answer) if isinstance(answer, set) else answer
+        return " and ".join(map(name_of, parts))
     return getattr(answer, "__name__", repr(answer))
 
 
