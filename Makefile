@@ -27,7 +27,7 @@ lab: $(VENV)/.installed
 	$(BIN)/picotron-edu lab
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests --timeout=120
+	$(BIN)/python -m pytest tests --timeout=240 --numprocesses=2
 	$(NBVAL) --nbval --nbval-sanitize-with=tests/sanitize.cfg notebooks
 	$(NBVAL) --nbval-lax solutions
 

@@ -33,12 +33,14 @@ def refuse_summed(param: Any, grad: Tensor | None) -> None:
     """Raises RuntimeError if `grad` is a sum of a finished step; one that was zeroed may stay."""
     if grad is None or not summed_over(grad) or not grad.any():
         return
-    unseen = (
-        f". It is in .main_grad, where torch's optimizers do not look: for {param.dtype} weights "
-        f"use picotron_edu.optim.AdamW"
-    )
+    unseen = ""
+    if param.grad is None and grad.dtype != param.dtype:
+        unseen = (
+            f". It is in .main_grad, where torch's optimizers do not look: for {param.dtype} "
+            f"weights use picotron_edu.optim.AdamW"
+        )
     raise RuntimeError(
         f"{layout_of(param).name} still has the gradient of a finished step: zero the gradients "
-        f"(optimizer.zero_grad() or model.zero_grad()) after the sum over the ranks and before the "
-        f"next backward{unseen if param.grad is None and grad.dtype != param.dtype else ''}"
+        f"(zero_grad() of our AdamW or of the wrapper, or optim.zero_grads(params)) after the sum "
+        f"over the ranks and before the next backward{unseen}"
     )
