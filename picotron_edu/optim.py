@@ -99,8 +99,8 @@ class AdamW:
         pairs = list(named_params)
         if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
             raise ValueError("AdamW takes names and parameters: give it model.named_parameters()")
-        if not pairs or len({name for name, _ in pairs}) < len(pairs):
-            raise ValueError("AdamW got no parameter at all, or two of one name")
+        if len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError("AdamW got two parameters of one name")
         for setting, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             check_number(setting, value, zero=True)
         if not all(0 <= beta < 1 for beta in betas):
