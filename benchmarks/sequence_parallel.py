@@ -6,6 +6,10 @@ behind them and behind the embedding. The same Llama, weights and tokens. Forwar
 sum of the norms' gradients; the losses must agree. A ratio is the median of the ratios of
 neighbouring steps: below 1.0 ours is faster. Beside it: how far the resident set of a fresh process
 rises over two steps, and chapter 05's tensor parallelism in the same place.
+
+Both wait for the same messages, which brings their ratio nearer to 1: over gloo the reduce-scatter
+of 1 MB takes as long as a whole all-reduce (2.4 and 2.2 ms on two cores), and the all-gather 1.4 ms
+on top. On NCCL the two halves together cost one all-reduce.
 """
 
 from __future__ import annotations
