@@ -14,16 +14,13 @@ on top. On NCCL the two halves together cost one all-reduce.
 
 from __future__ import annotations
 
-import resource
-import statistics
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from pairs.in_turn import Step, in_turn
+from pairs.in_turn import Step, print_row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -37,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from picotron_edu import sequence_parallel, tensor_parallel
 from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
 from picotron_edu.partial_grads import sum_partial_grads
-from picotron_edu.ranks import all_reduce, launch, world
+from picotron_edu.ranks import all_reduce, world
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -108,16 +105,7 @@ def torchs() -> Step:
     return step
 
 
-def peak_megabytes(make: Callable[[], Step]) -> float:
-    warnings.simplefilter("ignore")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step = make()
-    step(), step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
-
-
 def main() -> None:
-    settings = {"world_size": 2, "quiet": True, "trace": False, "timeout": 300}
     kept = partial(ours, regather=False)
     tensor = partial(ours, tensor_parallel)
     pairs: dict[str, tuple[Callable[[], Step], Callable[[], Step], str]] = {
@@ -128,14 +116,7 @@ def main() -> None:
     }
     print(f"2 ranks, gloo, 4 layers of 256, {ROWS}×{SEQUENCE} tokens, float32, forward + backward")
     for name, (make_ours, make_theirs, goal) in pairs.items():
-        mine, other = launch(in_turn, make_ours, make_theirs, REPEATS, 2, **settings)[0]
-        peaks = [launch(peak_megabytes, make, **settings)[0] for make in (make_ours, make_theirs)]
-        ratio = statistics.median(a / b for a, b in zip(mine, other))
-        times = (
-            f"{statistics.median(mine) * 1e3:4.0f} ms / {statistics.median(other) * 1e3:4.0f} ms"
-        )
-        print(f"  {name:38} {times} = {ratio:.2f}   {goal}", end="")
-        print(f"   peak memory + {peaks[0]:.0f} MB / + {peaks[1]:.0f} MB")
+        print_row(name, make_ours, make_theirs, goal, REPEATS, 2)
 
 
 if __name__ == "__main__":

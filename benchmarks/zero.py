@@ -10,13 +10,8 @@ rises over two steps.
 
 from __future__ import annotations
 
-import resource
-import statistics
-import warnings
-from collections.abc import Callable
-
 import torch
-from pairs.in_turn import Step, in_turn
+from pairs.in_turn import Step, print_row
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from picotron_edu.data import Batch
 from picotron_edu.model import Llama, LlamaConfig, token_loss_sum
 from picotron_edu.optim import AdamW
-from picotron_edu.ranks import all_reduce, launch, world
+from picotron_edu.ranks import all_reduce, world
 from picotron_edu.train import accumulate
 from picotron_edu.zero import Zero
 
@@ -89,16 +84,7 @@ def torch_zero1() -> Step:
     return step_of(model, optimizer)
 
 
-def peak_megabytes(make: Callable[[], Step]) -> float:
-    warnings.simplefilter("ignore")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step = make()
-    step(), step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
-
-
 def main() -> None:
-    settings = {"world_size": 2, "quiet": True, "trace": False, "timeout": 300}
     pairs = {
         "ZeRO-3 / fully_shard": (lambda: ours(3), torch_zero3, 0.75),
         "ZeRO-1 / ZeroRedundancyOptimizer": (lambda: ours(1), torch_zero1, 1.0),
@@ -106,14 +92,7 @@ def main() -> None:
     }
     print(f"2 ranks, gloo, 4 layers of 256, {ROWS}×{SEQUENCE} tokens each, float32")
     for name, (make_ours, make_theirs, goal) in pairs.items():
-        mine, other = launch(in_turn, make_ours, make_theirs, REPEATS, 1, **settings)[0]
-        peaks = [launch(peak_megabytes, make, **settings)[0] for make in (make_ours, make_theirs)]
-        ratio = statistics.median(a / b for a, b in zip(mine, other))
-        times = (
-            f"{statistics.median(mine) * 1e3:4.0f} ms / {statistics.median(other) * 1e3:4.0f} ms"
-        )
-        print(f"  {name:34} {times} = {ratio:.2f}   goal {goal}", end="")
-        print(f"   peak memory + {peaks[0]:.0f} MB / + {peaks[1]:.0f} MB")
+        print_row(name, make_ours, make_theirs, f"goal {goal}", REPEATS, 1)
 
 
 if __name__ == "__main__":

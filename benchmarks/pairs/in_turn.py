@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import statistics
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
 
-from picotron_edu.ranks import all_reduce, barrier, world
+from picotron_edu.ranks import all_reduce, barrier, launch, world
 
 Step = Callable[[], float]  # one training step; returns its loss
 
@@ -30,3 +32,30 @@ def in_turn(
             took = torch.tensor(time.perf_counter() - begin)
             times[which].append(all_reduce(took, world(), "max").item())
     return times[0][warm_up:], times[1][warm_up:]
+
+
+def peak_megabytes(make: Callable[[], Step]) -> float:
+    """How far the resident set of a fresh process rises over two steps."""
+    warnings.simplefilter("ignore")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = make()
+    step(), step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+
+
+def print_row(
+    name: str,
+    make_ours: Callable[[], Step],
+    make_theirs: Callable[[], Step],
+    goal: str,
+    repeats: int,
+    warm_up: int,
+) -> None:
+    """Two ranks: median times, the median of the ratios of neighbouring steps, both peaks."""
+    settings = {"world_size": 2, "quiet": True, "trace": False, "timeout": 300}
+    mine, other = launch(in_turn, make_ours, make_theirs, repeats, warm_up, **settings)[0]
+    peaks = [launch(peak_megabytes, make, **settings)[0] for make in (make_ours, make_theirs)]
+    ratio = statistics.median(a / b for a, b in zip(mine, other))
+    times = f"{statistics.median(mine) * 1e3:4.0f} ms / {statistics.median(other) * 1e3:4.0f} ms"
+    print(f"  {name:38} {times} = {ratio:.2f}   {goal}", end="")
+    print(f"   peak memory + {peaks[0]:.0f} MB / + {peaks[1]:.0f} MB")
